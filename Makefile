@@ -1,0 +1,32 @@
+# Each target makes .venv and installs when needed; a second run skips that.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test test-all lint clean
+help:
+	@echo "make demo      run the main job on the bundled model (CPU, minutes)"
+	@echo "make test      the test suite (2 cores, under 10 minutes)"
+	@echo "make test-all  the slow tests too"
+	@echo "make lint      ruff"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/surgery demo --output demo-output
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu'
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) demo-output build *.egg-info

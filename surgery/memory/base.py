@@ -1,0 +1,124 @@
+"""The contract every memory rule keeps: inputs, state in and out, a dose from the host's rule to the full one.
+
+Shapes, here and in the whole package:
+
+    B  batch            T  tokens
+    H  value heads      G  key heads, H % G == 0; value head h reads key head h // (H // G)
+    K  key width        V  value width a head
+    D  hidden width of the model
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+HostStyle = Literal["additive", "delta"]
+
+
+@dataclass(frozen=True)
+class MemoryGeometry:
+    """What a memory rule must know of the mixer that holds it.
+
+    ``style`` names the host's own rule: ``additive`` (Mamba2: M = a M + dt x k^T) or ``delta`` (Gated DeltaNet:
+    the decayed memory is corrected by the error of its prediction).
+    """
+
+    style: HostStyle
+    hidden_size: int  # D
+    num_heads: int  # H
+    num_key_heads: int  # G
+    key_dim: int  # K
+    value_dim: int  # V
+
+
+@dataclass(frozen=True)
+class MemoryInputs:
+    """One call's inputs, as the host's mixer makes them: after its convolutions, its normalisation and scaling of
+    keys and queries, and its gates.
+
+    Attributes:
+        hidden: [B, T, D], the mixer's input, from which a rule may project gates of its own.
+        q, k: [B, T, G, K]. v: [B, T, H, V], before the write strength is applied.
+        log_decay: [B, T, H] float32, g = log a <= 0.
+        write: [B, T, H] float32, the write strength: dt on an additive host (the write is dt v k^T), eta on a delta
+            host.
+        mask: [B, T] bool or None, False on padding. Padding leaves the state exactly as it was.
+        reset: [B, T] bool or None, True on the first token of a document: the state returns to its initial value
+            before that token.
+    """
+
+    hidden: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    write: Tensor
+    mask: Tensor | None = None
+    reset: Tensor | None = None
+
+    def masked(self) -> MemoryInputs:
+        """The same inputs with padding turned into the identity on an additive or delta state."""
+        if self.mask is None:
+            return self
+        token = self.mask[..., None]
+        vector = token[..., None]
+        return replace(
+            self,
+            k=self.k * vector.to(self.k.dtype),
+            v=self.v * vector.to(self.v.dtype),
+            log_decay=self.log_decay.masked_fill(~token, 0.0),
+            write=self.write.masked_fill(~token, 0.0),
+        )
+
+
+class MemoryRule(nn.Module):
+    """A memory rule inside a mixer. Subclasses add their parameters and implement :meth:`forward`.
+
+    The buffer ``dose`` in [0, 1] stands between the host's rule (0, exactly, where ``exact_limit``) and the full rule
+    (1). Every added parameter acts through it. It is persistent and stays float32, whatever the module is cast to.
+    """
+
+    rule: ClassVar[str]  # the recipe's name for it
+    defaults: ClassVar[dict[str, Any]] = {}  # the recipe's options and their defaults
+
+    def __init__(self, geometry: MemoryGeometry) -> None:
+        super().__init__()
+        self.geometry = geometry
+        self.register_buffer("dose", torch.zeros((), dtype=torch.float32))
+
+    @property
+    def exact_limit(self) -> bool:
+        """Whether dose 0 computes the host's own rule exactly."""
+        raise NotImplementedError
+
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        """Shape of the packed float32 state for ``batch`` sequences; the batch is always dimension 0."""
+        raise NotImplementedError
+
+    def reset_parameters(self, start: Literal["exact", "paper"] = "exact") -> None:
+        """Set the added parameters and the dose to their initial values (draws from torch's global generator)."""
+        raise NotImplementedError
+
+    def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run the rule. Returns outputs [B, T, H, V] in v's dtype and the packed state after the last token."""
+        raise NotImplementedError
+
+    def _apply(self, fn, recurse: bool = True):
+        """Casts leave the dose and the rule's parameters in float32: they are few, and bf16 would move the limit."""
+        kept = {name: tensor for name, tensor in self._float32_tensors()}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            module, _, leaf = name.rpartition(".")
+            owner = self.get_submodule(module) if module else self
+            after = getattr(owner, leaf)
+            if after.dtype != torch.float32 and after.device.type != "meta":
+                after.data = before.to(after.device)
+        return self
+
+    def _float32_tensors(self):
+        """Names and tensors that must never be cast. Subclasses extend it."""
+        yield "dose", self.dose
