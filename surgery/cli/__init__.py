@@ -1,0 +1,51 @@
+"""The command line: ``surgery COMMAND``. Each command is one file; this one only gathers them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+# command -> one-line place where its function stands; listed in the order a user meets them
+COMMANDS: tuple[str, ...] = ()
+
+app = typer.Typer(
+    name="surgery",
+    help="Swap the memory of Mamba2 and Gated DeltaNet layers in pretrained language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _register() -> None:
+    for name in COMMANDS:
+        module = importlib.import_module(f"surgery.cli.{name}")
+        module.register(app)
+
+
+def main() -> None:
+    """Entry point: prints a user's errors in a few lines, with a traceback only under ``--debug``."""
+    from surgery.errors import UserError
+
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    _register()
+    try:
+        app()
+    except UserError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        print(f"error: {type(error).__name__}: {error}\nrun again with --debug for the traceback", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,63 @@
+"""What the commands share: consoles, the device, where results go."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from surgery.errors import UsageError
+
+out = Console()  # results
+err = Console(stderr=True)  # progress and remarks
+
+JsonOption = Annotated[
+    str | None,
+    typer.Option("--json", metavar="PATH|-", help="Write the result as JSON to a file, or alone to stdout with '-'."),
+]
+DeviceOption = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")]
+
+
+def pick_device(name: str) -> str:
+    """The torch device for ``auto``, ``cpu`` or ``cuda``.
+
+    Raises:
+        UsageError: unknown name, or cuda where there is none.
+    """
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: no CUDA device is visible; use --device cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def strict(value: Any) -> Any:
+    """``value`` with non-finite numbers replaced by None, so that it is JSON."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return value
+
+
+def write_json(result: Any, target: str | None) -> bool:
+    """Write ``result`` to ``target``; returns whether stdout was taken (so that tables stay away from it)."""
+    if target is None:
+        return False
+    text = json.dumps(strict(result), indent=2, allow_nan=False)
+    if target == "-":
+        print(text)
+        return True
+    path = Path(target)
+    if not path.parent.is_dir():
+        raise UsageError(f"--json {target}: the directory {path.parent} does not exist; create it first")
+    path.write_text(text + "\n", encoding="utf-8")
+    return False
