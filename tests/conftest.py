@@ -1,0 +1,28 @@
+"""Settings every test shares."""
+
+from __future__ import annotations
+
+import os
+
+# the hub is never reached from a test, whatever the machine's network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def fresh_seed(request):
+    """Each test draws from its own seed; a failing test prints it, and SURGERY_TEST_SEED repeats it."""
+    seed = int(os.environ.get("SURGERY_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
+    torch.manual_seed(seed)
+    request.node.user_properties.append(("seed", seed))
+    print(f"SURGERY_TEST_SEED={seed}")
+    return seed
+
+
+@pytest.fixture(autouse=True, scope="session")
+def two_threads():
+    """The suite runs in two processes on two cores: one thread each."""
+    torch.set_num_threads(1)

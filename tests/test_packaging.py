@@ -1,0 +1,79 @@
+"""What is installed: the editable tree, the wheel, and how both live beside transformers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python(code: str, cwd: Path, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_transformers_then_surgery_from_the_repository_root():
+    # transformers imports any module named kernels it can find, and the folder of that name stands in the root
+    code = (
+        "import transformers; from transformers import AutoModelForCausalLM, Mamba2Config\n"
+        "import surgery, surgery.kernels, sys\n"
+        "assert 'kernels' not in sys.modules or 'surgery' not in (sys.modules['kernels'].__file__ or '')\n"
+        "from transformers.models.mamba2 import modeling_mamba2\n"
+        "print(surgery.kernels.__name__)"
+    )
+    assert python(code, ROOT) == "surgery.kernels"
+
+
+def test_import_is_light():
+    code = "import sys, surgery; print(sorted({'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules)))"
+    assert python(code, ROOT) == "[]"
+
+
+@pytest.fixture(scope="module")
+def wheel_tree(tmp_path_factory):
+    """The wheel, built from a copy of the tree and unpacked."""
+    copy = tmp_path_factory.mktemp("tree") / "source"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".git", ".venv", "build", "runs", "demo-output", ".*")
+    shutil.copytree(ROOT, copy, ignore=ignore)
+    wheels = tmp_path_factory.mktemp("wheels")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), str(copy)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    (wheel,) = wheels.glob("model_surgery-*.whl")
+    target = tmp_path_factory.mktemp("site")
+    shutil.unpack_archive(wheel, target, format="zip")
+    return target
+
+
+def test_wheel_carries_kernels_recipes_and_bases(wheel_tree):
+    installed = {path.relative_to(wheel_tree).as_posix() for path in wheel_tree.rglob("*") if path.is_file()}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    expected = {
+        path.replace("kernels/", "surgery/kernels/", 1) if path.startswith("kernels/") else path
+        for path in tracked
+        if path.endswith(".py") and path.startswith(("kernels/", "surgery/"))
+    }
+    expected |= {f"surgery/{path}" for path in tracked if path.startswith("recipes/") and path.endswith(".yaml")}
+    expected |= {path for path in tracked if path.startswith("surgery/bundled/") and path.endswith((".json", ".safetensors"))}
+    assert expected - installed == set()
+    assert not any(name.startswith("kernels/") for name in installed)
+
+
+def test_wheel_runs_away_from_the_tree(wheel_tree, tmp_path):
+    code = (
+        "import surgery, surgery.kernels.palimpsa.reference as k, importlib.resources as r\n"
+        "assert surgery.__file__.startswith(__import__('os').environ['PYTHONPATH']), surgery.__file__\n"
+        "print(len([f for f in r.files('surgery.recipes').iterdir() if f.name.endswith('.yaml')]) > 0)"
+    )
+    assert python(code, tmp_path, PYTHONPATH=str(wheel_tree)) == "True"
