@@ -1,0 +1,321 @@
+"""Recall of a needle in a haystack of text, RULER-style, for models too small to follow an instruction.
+
+A prompt holds text, one or more needles (:func:`statement`) and, at its end, the question about one of them with the
+start of its answer (:func:`question`). What is read is the log-probability of the right value against others of the
+same token length, so that chance is 1/candidates and no generation has to be parsed. The wording and the draws here
+also make the recall documents that the bundled bases were trained on (``surgery.pretraining.documents``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+import math
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from surgery.errors import UsageError
+from surgery.evaluation.words import ADJECTIVES, NOUNS
+
+KINDS = ("numbers", "words", "uuids")
+DIGITS = 7
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+LENGTHS = (256, 512, 1024)
+BATCH_BYTES = 2**28  # logits of one forward pass stay under this
+BATCH_TOKENS = 2**15  # tokens of one forward pass
+
+
+def draw_words(rng: random.Random) -> str:
+    """An adjective and a noun, joined by a hyphen."""
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+
+
+def draw_value(rng: random.Random, kind: str) -> str:
+    """A value of ``kind``: a number of 7 digits, two words, or a version-4 UUID."""
+    if kind == "numbers":
+        return str(rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+    if kind == "words":
+        return draw_words(rng)
+    if kind == "uuids":
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    raise UsageError(f"needle kind {kind!r}: choose one of {', '.join(KINDS)}")
+
+
+def statement(kind: str, key: str, value: str) -> str:
+    """The needle: RULER's sentence."""
+    return f"One of the special magic {kind} for {key} is: {value}."
+
+
+def introduction(kind: str) -> str:
+    """The line above the haystack."""
+    return f"Special magic {kind} are hidden in this text. Remember them.\n"
+
+
+def question(kind: str, key: str) -> str:
+    """The question after the haystack and the start of its answer; the value follows after a space."""
+    return f"\nWhat is the special magic {kind[:-1]} for {key}? The special magic {kind[:-1]} for {key} is:"
+
+
+def wilson_interval(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval for ``right`` successes of ``total``, at 95% by default."""
+    if total == 0:
+        return 0.0, 1.0
+    share = right / total
+    scale = 1 + z * z / total
+    centre = (share + z * z / (2 * total)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One measurement. ``tokens`` and any one of ``values`` together are exactly ``length`` tokens long; ``values[0]``
+    is right, and all are equally long. ``position`` is the token at which the needle begins."""
+
+    length: int
+    depth: float
+    position: int
+    tokens: list[int]
+    values: list[list[int]]
+
+
+class Haystack:
+    """A text as tokens, with the places where a sentence ends.
+
+    Args:
+        text: any text; it must hold more tokens than the longest prompt.
+        tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = self.encode(text)
+        pieces = {token: tokenizer.decode([token]) for token in set(self.tokens)}
+        starts_space = {token for token, piece in pieces.items() if piece[:1].isspace()}
+        ends_space = {token for token, piece in pieces.items() if piece[-1:].isspace()}
+        ends_sentence = {token for token, piece in pieces.items() if piece.rstrip("\"')”’ ")[-1:] in (".", "!", "?")}
+        self.after_space = ends_space
+        # after a full stop where the next token brings its own space, or after a line's end
+        self.boundaries = [
+            index
+            for index in range(1, len(self.tokens))
+            if (self.tokens[index - 1] in ends_sentence and self.tokens[index] in starts_space)
+            or "\n" in pieces[self.tokens[index - 1]]
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def prompt(
+        self, rng: random.Random, length: int, depth: float, kind: str, candidates: int = 10, needles: int = 1
+    ) -> Prompt:
+        """A prompt of exactly ``length`` tokens, its value included, with the needle asked for at ``depth`` (0 to 1)
+        of the text and ``needles - 1`` more, for other keys, anywhere in it.
+
+        Raises:
+            UsageError: ``length`` has no room for text beside the needles, or the text is too short.
+        """
+        keys: list[str] = []
+        while len(keys) < needles:
+            key = draw_words(rng)
+            if key not in keys:
+                keys.append(key)
+        value = draw_value(rng, kind)
+        values = self.candidates(rng, kind, value, candidates)
+        others = [draw_value(rng, kind) for _ in keys[1:]]
+        head = self.encode(introduction(kind))
+        if self.tokenizer.bos_token_id is not None:
+            head = [self.tokenizer.bos_token_id, *head]
+        tail = self.encode(question(kind, keys[0]))
+
+        # Every needle is set off the way its place asks for; the longest wording is reserved and the text fills up.
+        sentences = [statement(kind, key, item) for key, item in zip(keys, [value, *others], strict=True)]
+        forms = [(self.encode(" " + sentence), self.encode(f"\n{sentence}\n")) for sentence in sentences]
+        reserved = sum(max(map(len, pair)) for pair in forms)
+        room = length - len(head) - len(tail) - len(values[0]) - reserved
+        if room < 8:
+            raise UsageError(
+                f"needle recall at {length} tokens: the needles and the question alone take {length - room}; "
+                f"ask for lengths of at least {length - room + 8}"
+            )
+        if len(self.tokens) < length:
+            raise UsageError(
+                f"needle recall at {length} tokens: the text holds only {len(self.tokens)}; give a longer text"
+            )
+        start = rng.choice([0, *self.boundaries[: bisect.bisect_right(self.boundaries, len(self.tokens) - length)]])
+        places = [self._nearest(start, room, depth)] + [self._nearest(start, room, rng.random()) for _ in others]
+        body: list[int] = []
+        at, position = start, 0
+        for place, index in sorted((place, index) for index, place in enumerate(places)):
+            body += self.tokens[at:place]
+            at = place
+            inline = body and place < start + room and body[-1] not in self.after_space
+            if index == 0:
+                position = len(head) + len(body)
+            body += forms[index][0 if inline else 1]
+        # the tokens that shorter forms left over go to the text
+        remaining = length - len(head) - len(tail) - len(values[0]) - len(body)
+        body += self.tokens[at : at + remaining]
+        tokens = head + body + tail
+        assert len(tokens) + len(values[0]) == length
+        return Prompt(length, depth, position, tokens, values)
+
+    def candidates(self, rng: random.Random, kind: str, value: str, count: int) -> list[list[int]]:
+        """Token lists of ``count`` different values of one length; the first is ``value``'s."""
+        values = [self.encode(" " + value)]
+        for _ in range(1000 * count):
+            if len(values) == count:
+                return values
+            other = self.encode(" " + draw_value(rng, kind))
+            if len(other) == len(values[0]) and other not in values:
+                values.append(other)
+        raise UsageError(f"needle recall: found only {len(values)} {kind} of {len(values[0])} tokens, {count} are needed")
+
+    def _nearest(self, start: int, room: int, depth: float) -> int:
+        """The sentence boundary in [start, start + room] nearest to ``depth``; both ends count as boundaries."""
+        goal = start + round(depth * room)
+        index = bisect.bisect_left(self.boundaries, goal)
+        near = [place for place in self.boundaries[max(0, index - 1) : index + 1] if start <= place <= start + room]
+        return min([start, start + room, *near], key=lambda place: abs(place - goal))
+
+
+def needle_recall(
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[float] = DEPTHS,
+    samples: int = 20,
+    seed: int = 0,
+    device: str | None = None,
+    *,
+    kind: str = "numbers",
+    candidates: int = 10,
+    needles: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """How often the right value of a needle is the most probable of ``candidates``, by prompt length and depth.
+
+    Args:
+        model: a causal language model of transformers' interface, with a cache.
+        tokenizer: its tokenizer.
+        text: the haystack; needles go to sentence ends. Nothing is ever truncated.
+        lengths: tokens of prompt and value together. depths: 0 is the text's start, 1 its end.
+        samples: prompts for each length and depth. The prompts depend on ``seed``, length, depth and index only.
+        device: where the model is; its own by default.
+        kind: "numbers" (7 digits), "words" or "uuids". needles: how many the text holds, with different keys.
+        progress: called with (prompts done, prompts in all).
+
+    Returns:
+        ``lengths`` and ``cells`` (length x depth): right, total, fraction, Wilson's 95% interval, the right value's mean
+        log-probability in nats and its mean lead over the best other value; and what was asked for.
+
+    Raises:
+        UsageError: a length too short for its needles or longer than the text, or an unknown kind.
+    """
+    import torch
+
+    haystack = Haystack(text, tokenizer)
+    device = device or next(model.parameters()).device
+    prompts = [
+        haystack.prompt(random.Random(f"{seed}/{length}/{depth}/{index}"), length, depth, kind, candidates, needles)
+        for length in lengths
+        for depth in depths
+        for index in range(samples)
+    ]
+    results: dict[int, list[float]] = {}
+    training = model.training
+    model.eval()
+    with torch.inference_mode():
+        for batch in _batches(prompts, _rows_limit(model)):
+            scores = _score(model, [prompts[index] for index in batch], device).tolist()
+            results.update(zip(batch, scores, strict=True))
+            if progress is not None:
+                progress(len(results), len(prompts))
+    model.train(training)
+
+    def summary(chosen: list[int]) -> dict[str, Any]:
+        leads = [results[index][0] - max(results[index][1:]) for index in chosen]
+        right = sum(lead > 0 for lead in leads)
+        return {
+            "right": right,
+            "total": len(chosen),
+            "fraction": right / len(chosen),
+            "interval": list(wilson_interval(right, len(chosen))),
+            "log_probability": sum(results[index][0] for index in chosen) / len(chosen),
+            "lead": sum(leads) / len(leads),
+        }
+
+    by_length = {length: [i for i, prompt in enumerate(prompts) if prompt.length == length] for length in lengths}
+    return {
+        "task": "needle in text, the right value's log-probability among candidates",
+        "kind": kind,
+        "candidates": candidates,
+        "chance": 1 / candidates,
+        "needles": needles,
+        "samples": samples,
+        "seed": seed,
+        "lengths": [{"length": length, **summary(chosen)} for length, chosen in by_length.items()],
+        "cells": [
+            {"length": length, "depth": depth, **summary([i for i in chosen if prompts[i].depth == depth])}
+            for length, chosen in by_length.items()
+            for depth in depths
+        ],
+    }
+
+
+def _rows_limit(model: Any) -> Callable[[int], int]:
+    """How many rows of a given length one forward pass may take."""
+    bytes_a_token = 4 * model.config.vocab_size
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        return lambda length: max(1, BATCH_TOKENS // length)
+    return lambda length: max(1, min(BATCH_TOKENS // length, BATCH_BYTES // (bytes_a_token * length)))
+
+
+def _batches(prompts: list[Prompt], limit: Callable[[int], int]) -> list[list[int]]:
+    """Indices of prompts that can run together: of one length, with values of one length."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault((prompt.length, len(prompt.values[0])), []).append(index)
+    return [
+        group[at : at + limit(length)]
+        for (length, _), group in groups.items()
+        for at in range(0, len(group), limit(length))
+    ]
+
+
+def _score(model: Any, prompts: list[Prompt], device: Any):
+    """Log-probabilities [prompt, candidate] of each candidate value after its prompt: the prompts are read once, then
+    the cache is repeated for every candidate, whose tokens follow one at a time."""
+    import torch
+
+    values = torch.tensor([prompt.values for prompt in prompts], device=device)  # [row, candidate, token]
+    rows, count, size = values.shape
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    output = model(torch.tensor([prompt.tokens for prompt in prompts], device=device), use_cache=True, **keep)
+    total = output.logits[:, -1].float().log_softmax(-1).gather(1, values[:, :, 0])
+    if size == 1:
+        return total
+    name, cache = _cache(model, output)
+    cache.reorder_cache(torch.arange(rows, device=device).repeat_interleave(count))
+    for index in range(size - 1):
+        step = values[:, :, index].reshape(rows * count, 1)
+        output = model(step, use_cache=True, **{name: cache})
+        cache = _cache(model, output)[1]
+        following = values[:, :, index + 1].reshape(rows * count, 1)
+        total = total + output.logits[:, -1].float().log_softmax(-1).gather(1, following).view(rows, count)
+    return total
+
+
+def _cache(model: Any, output: Any) -> tuple[str, Any]:
+    """The cache in a model's output and the argument that takes it: transformers has renamed both over time."""
+    accepted = inspect.signature(model.forward).parameters
+    for name in ("past_key_values", "cache", "cache_params"):
+        cache = getattr(output, name, None)
+        if cache is not None:
+            argument = next(n for n in (name, "cache", "cache_params", "past_key_values") if n in accepted)
+            return argument, cache
+    raise TypeError(f"{type(model).__name__} returns no cache")
