@@ -232,28 +232,17 @@ def encode(tokenizer: Any, text: Text | str, limit: int | None = None) -> Tokens
 
     Args:
         tokenizer: a fast tokenizer of transformers or a ``tokenizers.Tokenizer``.
-        limit: keep at most this many tokens, and no piece of a character at the end.
+        limit: tokenise a beginning of the text, of whole characters, that makes at most this many tokens.
     """
     name, string = (text.name, text.text) if isinstance(text, Text) else ("text", text)
-    size = len(string) if limit is None else min(len(string), 8 * limit + 256)
-    while True:
-        # the tokens near an artificial cut may differ from the whole text's, so more are made than are kept
-        ids, spans = _tokenise(tokenizer, string[:size])
-        if limit is None or len(ids) > limit + 64 or size == len(string):
-            break
-        size = min(len(string), 2 * size)
-    ends = np.maximum.accumulate(spans[:, 1]) if len(ids) else spans[:, 1]
-    count = len(ids)
-    if limit is not None and count > limit:
-        count = limit
-        while count and spans[count, 0] < ends[count - 1]:
-            count -= 1
-    elif count:
-        ends[-1] = size
-    offsets = _byte_offsets(string[:size])
-    return Tokens(
-        torch.tensor(ids[:count], dtype=torch.int64), torch.from_numpy(offsets[ends[:count]].astype(np.int64)), name
-    )
+    if limit is not None:
+        string = _cut(tokenizer, string, limit)
+    ids, spans = _tokenise(tokenizer, string)
+    ends = np.maximum.accumulate(spans[:, 1]) if ids else spans[:, 1]
+    if ids:
+        ends[-1] = len(string)  # some tokenizers leave white space out of their spans
+    offsets = _byte_offsets(string)
+    return Tokens(torch.tensor(ids, dtype=torch.int64), torch.from_numpy(offsets[ends].astype(np.int64)), name)
 
 
 def require_context(tokens: Tokens | int, context: int, name: str = "text") -> None:
@@ -408,6 +397,23 @@ def _cycle(source: Source, part: Part) -> Iterator[str]:
             yield document
         if document is None:
             raise UsageError(f"data: {source.name} holds no text")
+
+
+def _cut(tokenizer: Any, text: str, limit: int) -> str:
+    """The longest beginning of ``text`` found that makes at most ``limit`` tokens."""
+    size = min(len(text), 8 * limit + 256)
+    while True:
+        ids, spans = _tokenise(tokenizer, text[:size])
+        # tokens near an artificial cut may differ from the whole text's, so more are made than are kept
+        if len(ids) > limit + 64 or size == len(text):
+            break
+        size = min(len(text), 2 * size)
+    if len(ids) <= limit:
+        return text
+    size = int(spans[:limit, 1].max()) if limit else 0
+    while size and len(_tokenise(tokenizer, text[:size])[0]) > limit:
+        size -= 1
+    return text[:size]
 
 
 def _tokenise(tokenizer: Any, text: str) -> tuple[list[int], np.ndarray]:
