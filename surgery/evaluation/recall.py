@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import inspect
-import math
 import random
 import uuid
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.errors import UsageError
+from surgery.evaluation.intervals import wilson
 from surgery.evaluation.words import ADJECTIVES, NOUNS
 
 KINDS = ("numbers", "words", "uuids")
@@ -57,17 +57,6 @@ def introduction(kind: str) -> str:
 def question(kind: str, key: str) -> str:
     """The question after the haystack and the start of its answer; the value follows after a space."""
     return f"\nWhat is the special magic {kind[:-1]} for {key}? The special magic {kind[:-1]} for {key} is:"
-
-
-def wilson_interval(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval for ``right`` successes of ``total``, at 95% by default."""
-    if total == 0:
-        return 0.0, 1.0
-    share = right / total
-    scale = 1 + z * z / total
-    centre = (share + z * z / (2 * total)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 @dataclass(frozen=True)
@@ -172,7 +161,7 @@ class Haystack:
             other = self.encode(" " + draw_value(rng, kind))
             if len(other) == len(values[0]) and other not in values:
                 values.append(other)
-        raise UsageError(f"needle recall: found only {len(values)} {kind} of {len(values[0])} tokens, {count} are needed")
+        raise UsageError(f"needle recall: found {len(values)} of {count} {kind} of {len(values[0])} tokens")
 
     def _nearest(self, start: int, room: int, depth: float) -> int:
         """The sentence boundary in [start, start + room] nearest to ``depth``; both ends count as boundaries."""
@@ -210,8 +199,8 @@ def needle_recall(
         progress: called with (prompts done, prompts in all).
 
     Returns:
-        ``lengths`` and ``cells`` (length x depth): right, total, fraction, Wilson's 95% interval, the right value's mean
-        log-probability in nats and its mean lead over the best other value; and what was asked for.
+        ``lengths`` and ``cells`` (length x depth): right, total, fraction, Wilson's 95% interval, the right
+        value's mean log-probability in nats and its mean lead over the best other value; and what was asked for.
 
     Raises:
         UsageError: a length too short for its needles or longer than the text, or an unknown kind.
@@ -244,7 +233,7 @@ def needle_recall(
             "right": right,
             "total": len(chosen),
             "fraction": right / len(chosen),
-            "interval": list(wilson_interval(right, len(chosen))),
+            "interval": list(wilson(right, len(chosen))),
             "log_probability": sum(results[index][0] for index in chosen) / len(chosen),
             "lead": sum(leads) / len(leads),
         }
