@@ -1,0 +1,153 @@
+"""The adaptation losses, one implementation of each.
+
+Every function returns a *sum* over tokens in float32. The caller divides by a count taken over the whole batch of an
+optimizer step, all devices and micro-batches together, so that splitting a batch changes nothing but rounding.
+
+    N  tokens, flattened over batch and time        D  hidden width        S  vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SMOOTHING = 1e-3  # of the teacher's norm: below it a difference is rounding, and its gradient fades out
+IGNORED = -100  # the label of a token that is not scored
+
+Head = Callable[[Tensor], Tensor]  # [N, D] -> logits [N, S], the host's scale and softcap included
+
+
+def relative_l2(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Sum over tokens of the L2 norm of ``student - teacher`` relative to the teacher's norm, smoothed near zero.
+
+    With r = |student - teacher| / |teacher| a token counts sqrt(r^2 + e^2) - e, e = ``SMOOTHING``; the form below has
+    no cancellation and is exactly zero, with a zero gradient, where both are equal.
+
+    Args:
+        student, teacher: [..., D]; the teacher gets no gradient.
+        valid: [...] bool, tokens that count; None: all.
+    """
+    target = teacher.detach().float()
+    difference = student.float() - target
+    floor = torch.finfo(torch.float32).tiny
+    ratio = difference.square().sum(-1) / target.square().sum(-1).clamp_min(floor)
+    token = ratio / ((ratio + SMOOTHING**2).sqrt() + SMOOTHING)
+    return _masked_sum(token, valid)
+
+
+def squared_difference(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Sum over tokens and channels of (student - teacher)^2; [..., D] each, the teacher gets no gradient."""
+    return _masked_sum((student.float() - teacher.detach().float()).square().sum(-1), valid)
+
+
+def squared(hidden: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Sum over tokens and channels of hidden^2."""
+    return _masked_sum(hidden.detach().float().square().sum(-1), valid)
+
+
+def cross_entropy(hidden: Tensor, targets: Tensor, head: Head, parameters: Sequence[nn.Parameter] = ()) -> Tensor:
+    """Sum of the next-token cross-entropy in nats, logits made a chunk of tokens at a time.
+
+    Args:
+        hidden: [..., D], what the head reads.
+        targets: [...] int64, the token that follows, ``IGNORED`` where none is scored.
+        head: the output head.
+        parameters: the head's parameters that are trained; they get their gradient here.
+    """
+    flat, wanted = hidden.flatten(0, -2), targets.flatten()
+    scored = wanted != IGNORED
+    if not bool(scored.all()):
+        flat, wanted = flat[scored], wanted[scored]
+
+    def loss(part: Tensor, start: int, stop: int) -> Tensor:
+        return F.cross_entropy(head(part).float(), wanted[start:stop], reduction="sum")
+
+    return _chunked(loss, flat, head, parameters)
+
+
+def kl_divergence(
+    student: Tensor,
+    teacher: Tensor,
+    head: Head,
+    teacher_head: Head | None = None,
+    *,
+    temperature: float = 1.0,
+    valid: Tensor | None = None,
+    parameters: Sequence[nn.Parameter] = (),
+) -> Tensor:
+    """Sum of the forward divergence KL(teacher || student) in nats, both softmaxes at ``temperature``.
+
+    Neither model's logits ever stand for all tokens at once.
+
+    Args:
+        student, teacher: [..., D], what the heads read; the teacher gets no gradient.
+        head, teacher_head: the two heads; None: the same one.
+        valid: [...] bool, tokens that count; None: all.
+        parameters: the student head's parameters that are trained.
+    """
+    own, other = student.flatten(0, -2), teacher.detach().flatten(0, -2)
+    if valid is not None and not bool(valid.all()):
+        keep = valid.flatten()
+        own, other = own[keep], other[keep]
+    reference = teacher_head or head
+
+    def loss(part: Tensor, start: int, stop: int) -> Tensor:
+        with torch.no_grad():
+            target = F.log_softmax(reference(other[start:stop]).float() / temperature, dim=-1)
+        prediction = F.log_softmax(head(part).float() / temperature, dim=-1)
+        return F.kl_div(prediction, target, reduction="sum", log_target=True)
+
+    return _chunked(loss, own, head, parameters)
+
+
+def _masked_sum(token: Tensor, valid: Tensor | None) -> Tensor:
+    return (token if valid is None else token.masked_fill(~valid, 0.0)).sum()
+
+
+def _chunked(loss: Callable[[Tensor, int, int], Tensor], hidden: Tensor, head: Head, parameters) -> Tensor:
+    if not hidden.shape[0]:
+        return hidden.float().sum()
+    with torch.no_grad():
+        vocabulary = head(hidden[:1]).shape[-1]
+    # logits of one chunk: 32 MB in float32 on a CPU, 256 MB on a GPU, of which a handful are alive at once
+    size = max(1, (2**26 if hidden.is_cuda else 2**23) // vocabulary)
+    return _ChunkedLoss.apply(loss, size, hidden, *parameters)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """A loss summed over chunks of tokens, whose gradients are taken chunk by chunk in the forward pass: the logits
+    of a chunk are made once and dropped before the next."""
+
+    @staticmethod
+    def forward(ctx, loss, size: int, hidden: Tensor, *parameters: Tensor) -> Tensor:
+        wants_hidden, wants = ctx.needs_input_grad[2], any(ctx.needs_input_grad[2:])
+        trained = [p for p, needed in zip(parameters, ctx.needs_input_grad[3:], strict=True) if needed]
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        gradient = torch.empty_like(hidden) if wants_hidden else None
+        sums = [torch.zeros_like(p) for p in trained]
+        for start in range(0, hidden.shape[0], size):
+            stop = min(start + size, hidden.shape[0])
+            with torch.set_grad_enabled(wants):
+                part = hidden[start:stop].detach().requires_grad_(wants_hidden)
+                value = loss(part, start, stop)
+            total += value.detach()
+            if not wants:
+                continue
+            grads = torch.autograd.grad(value, ([part] if wants_hidden else []) + trained)
+            if wants_hidden:
+                gradient[start:stop] = grads[0]
+                grads = grads[1:]
+            for accumulated, grad in zip(sums, grads, strict=True):
+                accumulated += grad
+        ctx.save_for_backward(*([gradient] if wants_hidden else []), *sums)
+        return total
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):
+        saved = list(ctx.saved_tensors)
+        hidden = saved.pop(0) * scale if ctx.needs_input_grad[2] else None
+        rest = [saved.pop(0) * scale if needed else None for needed in ctx.needs_input_grad[3:]]
+        return None, None, hidden, *rest
