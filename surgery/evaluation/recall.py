@@ -86,7 +86,7 @@ class Haystack:
         starts_space = {token for token, piece in pieces.items() if piece[:1].isspace()}
         ends_space = {token for token, piece in pieces.items() if piece[-1:].isspace()}
         ends_sentence = {token for token, piece in pieces.items() if piece.rstrip("\"')”’ ")[-1:] in (".", "!", "?")}
-        self.after_space = ends_space
+        self.after_space = ends_space | set(self.encode("\n"))
         # after a full stop where the next token brings its own space, or after a line's end
         self.boundaries = [
             index
@@ -94,6 +94,7 @@ class Haystack:
             if (self.tokens[index - 1] in ends_sentence and self.tokens[index] in starts_space)
             or "\n" in pieces[self.tokens[index - 1]]
         ]
+        self._places = set(self.boundaries)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -120,10 +121,13 @@ class Haystack:
             head = [self.tokenizer.bos_token_id, *head]
         tail = self.encode(question(kind, keys[0]))
 
-        # Every needle is set off the way its place asks for; the longest wording is reserved and the text fills up.
+        # Every needle is set off the way its place asks for; the longest form is reserved and the text fills up.
         sentences = [statement(kind, key, item) for key, item in zip(keys, [value, *others], strict=True)]
-        forms = [(self.encode(" " + sentence), self.encode(f"\n{sentence}\n")) for sentence in sentences]
-        reserved = sum(max(map(len, pair)) for pair in forms)
+        forms = [
+            {lead: self.encode(lead + sentence + ("" if lead == " " else "\n")) for lead in ("", " ", "\n")}
+            for sentence in sentences
+        ]
+        reserved = sum(max(map(len, form.values())) for form in forms)
         room = length - len(head) - len(tail) - len(values[0]) - reserved
         if room < 8:
             raise UsageError(
@@ -141,10 +145,10 @@ class Haystack:
         for place, index in sorted((place, index) for index, place in enumerate(places)):
             body += self.tokens[at:place]
             at = place
-            inline = body and place < start + room and body[-1] not in self.after_space
+            after_space = not body or body[-1] in self.after_space
             if index == 0:
                 position = len(head) + len(body)
-            body += forms[index][0 if inline else 1]
+            body += forms[index]["" if after_space else " " if place in self._places else "\n"]
         # the tokens that shorter forms left over go to the text
         remaining = length - len(head) - len(tail) - len(values[0]) - len(body)
         body += self.tokens[at : at + remaining]
@@ -302,7 +306,7 @@ def _score(model: Any, prompts: list[Prompt], device: Any):
 def _cache(model: Any, output: Any) -> tuple[str, Any]:
     """The cache in a model's output and the argument that takes it: transformers has renamed both over time."""
     accepted = inspect.signature(model.forward).parameters
-    for name in ("past_key_values", "cache", "cache_params"):
+    for name in ("cache", "past_key_values", "cache_params"):
         cache = getattr(output, name, None)
         if cache is not None:
             argument = next(n for n in (name, "cache", "cache_params", "past_key_values") if n in accepted)
