@@ -1,0 +1,152 @@
+"""What a model does on a text, beside a baseline: perplexity, bits per byte, loss by position, needle recall."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from surgery.evaluation.perplexity import (
+    Losses,
+    by_position,
+    difference,
+    position_edges,
+    stream_losses,
+    window_losses,
+)
+from surgery.evaluation.recall import DEPTHS, needle_recall
+from surgery.evaluation.text import Text, Tokens, encode, require_context
+
+SCHEMA = 1
+
+Progress = Callable[[str, int, int], Any]  # stage, done, total
+
+
+@dataclass(frozen=True)
+class RecallPlan:
+    """Which needles are asked for; without a haystack the measured text is one."""
+
+    lengths: Sequence[int]
+    depths: Sequence[float] = DEPTHS
+    samples: int = 20
+    seed: int = 0
+    haystack: Text | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model's figures on one text.
+
+    Attributes:
+        stream: losses with the state carried on through the text.
+        windows: losses of separate windows of ``context`` tokens, from which those by position come.
+        recall: :func:`surgery.evaluation.recall.needle_recall`'s result, or None.
+    """
+
+    name: str
+    tokens: Tokens
+    stream: Losses
+    windows: Losses
+    context: int
+    recall: dict[str, Any] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        positions = by_position(self.windows, position_edges(self.context))
+        return {"name": self.name, **self.stream.as_dict(), "positions": positions, "recall": self.recall}
+
+
+def default_context(tokens: int) -> int:
+    """Window for losses by position: a power of two that gives 8 windows or more, at most 2048."""
+    return max(2, min(2048, 1 << max(1, (tokens // 8).bit_length() - 1)))
+
+
+def measure(
+    model: nn.Module,
+    tokenizer: Any,
+    text: Text,
+    *,
+    name: str,
+    limit: int | None = None,
+    context: int | None = None,
+    recall: RecallPlan | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Measure one model.
+
+    Args:
+        model: a causal language model with a cache; its device is used.
+        limit: at most this many tokens of the text.
+        context: tokens a window for the losses by position; by default :func:`default_context`.
+        recall: None leaves it out.
+
+    Raises:
+        UsageError: a text shorter than one context, or too short for a recall length.
+        JobError: a loss that is not finite.
+    """
+    tokens = encode(tokenizer, text, limit)
+    context = context or default_context(len(tokens))
+    require_context(tokens, context)
+
+    def tick(stage: str, total: int) -> Callable[[int], None]:
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done = min(total, done + count)
+            if progress is not None:
+                progress(stage, done, total)
+
+        return advance
+
+    stream = stream_losses(model, tokens, progress=tick(f"{name}: stream", len(tokens) - 1))
+    whole = len(tokens) // context * context
+    windows = window_losses(model, tokens, context, progress=tick(f"{name}: windows of {context}", whole))
+    found = None
+    if recall is not None and recall.lengths:
+        haystack = recall.haystack or text
+        stage = f"{name}: recall"
+        found = needle_recall(
+            model,
+            tokenizer,
+            haystack.text,
+            lengths=recall.lengths,
+            depths=recall.depths,
+            samples=recall.samples,
+            seed=recall.seed,
+            progress=None if progress is None else lambda done, total: progress(stage, done, total),
+        )
+        found["haystack"] = haystack.name
+    return Measurement(name, tokens, stream, windows, context, found)
+
+
+def build_report(measured: Measurement, baseline: Measurement | None = None) -> dict[str, Any]:
+    """The figures as plain data; differences to the baseline are paired token by token where both models read the same
+    tokens, otherwise only bits per byte can be compared."""
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "evaluation",
+        "text": {"name": measured.tokens.name, "tokens": len(measured.tokens), "bytes": measured.tokens.num_bytes()},
+        "context": measured.context,
+        "model": measured.as_dict(),
+        "baseline": None,
+        "difference": None,
+    }
+    if baseline is None:
+        return report
+    report["baseline"] = baseline.as_dict()
+    bits = measured.stream.bits_per_byte - baseline.stream.bits_per_byte
+    paired = torch.equal(measured.tokens.ids, baseline.tokens.ids) and measured.context == baseline.context
+    report["difference"] = {"paired": paired, "bits_per_byte": bits}
+    if paired:
+        nll = difference(measured.stream, baseline.stream)
+        edges = position_edges(measured.context)
+        report["difference"] |= {
+            "nll": nll.as_dict(),
+            "perplexity_ratio": nll.map(lambda value: math.exp(min(value, 700.0))).as_dict(),
+            "positions": by_position(measured.windows, edges, baseline.windows),
+        }
+    return report
