@@ -24,7 +24,8 @@ class MemoryGeometry:
     """What a memory rule must know of the mixer that holds it.
 
     ``style`` names the host's own rule: ``additive`` (Mamba2: M = a M + dt x k^T) or ``delta`` (Gated DeltaNet:
-    the decayed memory is corrected by the error of its prediction).
+    the decayed memory is corrected by the error of its prediction). ``negative_eigenvalues`` says that a delta host's
+    write strength reaches 2 rather than 1 (fla's ``allow_neg_eigval``).
     """
 
     style: HostStyle
@@ -33,6 +34,7 @@ class MemoryGeometry:
     num_key_heads: int  # G
     key_dim: int  # K
     value_dim: int  # V
+    negative_eigenvalues: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class MemoryRule(nn.Module):
 
     rule: ClassVar[str]  # the recipe's name for it
     defaults: ClassVar[dict[str, Any]] = {}  # the recipe's options and their defaults
+    paper_defaults: ClassVar[dict[str, Any]] = {}  # those that differ under `start: paper`
 
     def __init__(self, geometry: MemoryGeometry) -> None:
         super().__init__()
@@ -107,9 +110,14 @@ class MemoryRule(nn.Module):
         """Run the rule. Returns outputs [B, T, H, V] in v's dtype and the packed state after the last token."""
         raise NotImplementedError
 
+    def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
+        """Figures a packed state shows, each [H] float32; none for a rule that carries the host's state alone."""
+        return {}
+
     def _apply(self, fn, recurse: bool = True):
         """Casts leave the dose and the rule's parameters in float32: they are few, and bf16 would move the limit."""
-        kept = {name: tensor for name, tensor in self._float32_tensors()}
+        # a cast replaces a parameter's data in place, so keep the data and not the parameter
+        kept = {name: tensor.detach() for name, tensor in self._float32_tensors()}
         super()._apply(fn, recurse)
         for name, before in kept.items():
             module, _, leaf = name.rpartition(".")
