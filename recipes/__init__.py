@@ -1,0 +1,1 @@
+"""The YAML recipes that ship; ``surgery recipes`` lists them."""

@@ -1,0 +1,117 @@
+"""What keys mean together: checks that no single key can make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from surgery.recipe.document import KeyPath
+from surgery.recipe.schema import OPTIONS_OF, LayerChoice, Memory, Phase, Recipe
+from surgery.recipe.sizes import format_count
+
+Problem = tuple[KeyPath, str, str]
+
+MIN_RECALL_LENGTH = 128
+
+
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Every contradiction in the recipe: YAML path, problem, remedy."""
+    yield from _layers(recipe)
+    yield from _memory(recipe.memory)
+    for index, phase in enumerate(recipe.phases):
+        for path, problem, remedy in _phase(recipe, index, phase):
+            yield ("phases", index, *path), problem, remedy
+    yield from _names(recipe)
+    yield from _data(recipe)
+    for index, length in enumerate(recipe.evaluation.recall.lengths):
+        if length < MIN_RECALL_LENGTH:
+            path = ("evaluation", "recall", "lengths", index)
+            yield path, f"{length} tokens hold no needle and its question", f"use {MIN_RECALL_LENGTH} or more"
+
+
+def _layers(recipe: Recipe) -> Iterator[Problem]:
+    layers = recipe.layers
+    if isinstance(layers, LayerChoice):
+        given = [name for name in ("top", "bottom", "random") if getattr(layers, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            yield ("layers",), f"give one of top, bottom, random; found {found}", "write for example {top: 8, by: mean}"
+        for key, owners in (("by", ("top", "bottom")), ("seed", ("random",))):
+            if key in layers.model_fields_set and given and given[0] not in owners:
+                yield ("layers", key), f"{key!r} means nothing with {given[0]!r}", f"remove it, or use {owners[0]}"
+        return
+    if not layers:
+        yield ("layers",), "no layer is named", "write a list such as [5, 11], or {top: 8, by: mean}"
+    for index, layer in enumerate(layers):
+        if layer in layers[:index]:
+            yield ("layers", index), f"layer {layer} is named twice", "keep it once"
+
+
+def _memory(memory: Memory) -> Iterator[Problem]:
+    for rule, options in OPTIONS_OF.items():
+        for option in options:
+            if rule != memory.rule and option in memory.model_fields_set:
+                known = ", ".join(OPTIONS_OF[memory.rule]) or "none"
+                remedy = f"remove it; options of {memory.rule}: {known}"
+                yield ("memory", option), f"is an option of rule {rule}, and the rule here is {memory.rule}", remedy
+    if memory.rule == "host" and memory.start == "paper":
+        yield ("memory", "start"), "the host's own rule has nothing to start", "remove it, or choose another rule"
+
+
+def _phase(recipe: Recipe, index: int, phase: Phase) -> Iterator[Problem]:
+    host = recipe.memory.rule == "host"
+    if phase.tokens is None and phase.steps is None:
+        yield (), "neither tokens nor steps is given", "add for example tokens: 100M"
+        return
+    if phase.tokens is not None and phase.steps is not None:
+        yield ("steps",), "tokens and steps are both given", "keep one of the two"
+    if phase.context < 2:
+        yield ("context",), f"{phase.context} token has no next token to predict", "use 2 or more"
+    if phase.batch < phase.context:
+        problem = f"{format_count(phase.batch)} tokens a step hold no sequence of {phase.context} tokens"
+        yield ("batch",), problem, f"use {phase.context} or more, or a shorter context"
+    if phase.tokens is not None and phase.tokens < phase.context:
+        problem = f"{phase.tokens} tokens are less than one context of {phase.context}"
+        yield ("tokens",), problem, "give more tokens, or a shorter context"
+    elif phase.warmup_steps >= phase.total_steps and phase.warmup_steps > 0:
+        problem = f"{phase.warmup_steps} steps of warm-up do not fit in a phase of {phase.total_steps} steps"
+        yield ("warmup",), problem, "use fewer, or a fraction such as 0.1"
+    for option in ("temperature", "boundary_weight"):
+        if phase.kind != "logits" and option in phase.model_fields_set:
+            yield (option,), f"means nothing in a phase of kind {phase.kind}", "remove it, or use kind: logits"
+    if phase.kind == "hidden" and phase.trainable == "all":
+        problem = "hidden-state matching reaches the swapped mixers only"
+        yield ("trainable",), problem, "use swapped or swapped-memory"
+    if host and phase.trainable == "swapped-memory":
+        problem = "rule host adds no parameters, so nothing would be trained"
+        yield ("trainable",), problem, "use trainable: swapped"
+    if host and phase.dose is not None:
+        yield ("dose",), "rule host has no dose: it is the host's rule already", "remove it"
+    taught = any(earlier.kind in ("next-token", "instruct") for earlier in recipe.phases[:index])
+    if host and (phase.kind == "hidden" or (phase.kind == "logits" and not taught)):
+        problem = f"with rule host the student computes what its teacher does, so {phase.kind} has nothing to teach"
+        yield ("kind",), problem, "use next-token"
+
+
+def _names(recipe: Recipe) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for index, phase in enumerate(recipe.phases):
+        if phase.name is not None and phase.label in seen:
+            problem = f"phases[{seen[phase.label]}] is called {phase.label!r} too"
+            yield ("phases", index, "name"), problem, "give each phase its own name"
+        seen.setdefault(phase.label, index)
+
+
+def _data(recipe: Recipe) -> Iterator[Problem]:
+    if not recipe.bundled and not isinstance(recipe.layers, tuple):
+        measured = recipe.layers.random is None
+        if measured and recipe.inspection_data is None:
+            problem = "choosing layers by N_t needs text, and the recipe names none"
+            yield ("layers",), problem, "add inspection: {data: PATH} or data: PATH, or list the layers"
+    for index, phase in enumerate(recipe.phases):
+        source = recipe.data_for(phase)
+        if source is None:
+            problem = f"no data: {recipe.model} is not bundled, so its text must be named"
+            yield ("phases", index), problem, "add data: PATH here, or once at the top for every phase"
+        elif phase.kind == "instruct" and source == "bundled":
+            at = ("phases", index, "data") if phase.data else ("phases", index)
+            yield at, "the bundled text holds no questions and answers", "add data: with an instruction dataset"
