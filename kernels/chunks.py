@@ -5,8 +5,13 @@ Shapes: B batch, T tokens, H value heads, G key heads (H % G == 0), K key width,
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -29,3 +34,60 @@ def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
     assert heads % groups == 0, f"{heads} value heads are no multiple of {groups} key heads"
     assert log_decay.shape == (batch, tokens, heads), f"log_decay {tuple(log_decay.shape)} is not [B, T, H]"
     assert tokens >= 1, "at least one token is needed"
+
+
+def without_autocast(rule: Callable) -> Callable:
+    """Run ``rule`` with autocast off: a state rounded to bf16 at every chunk forgets what it should keep."""
+
+    @functools.wraps(rule)
+    def run(q: Tensor, *args, **options):
+        with torch.autocast(device_type=q.device.type, enabled=False):
+            return rule(q, *args, **options)
+
+    return run
+
+
+def chunk_length(tokens: int) -> int:
+    """Tokens a chunk: 64, or the power of two from 16 that holds a shorter sequence."""
+    return 64 if tokens > 32 else 32 if tokens > 16 else 16
+
+
+def split(x: Tensor, chunk: int) -> Tensor:
+    """[B, T, ...] -> [B, N, C, ...], padded at the end with zeros, which no rule's state notices."""
+    missing = -x.shape[1] % chunk
+    if missing:
+        x = functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
+    return x.unflatten(1, (-1, chunk))
+
+
+class Decays(NamedTuple):
+    """Products of the decays in each chunk, each at most 1 and never formed as a ratio of products."""
+
+    within: Tensor  # [B, N, H, C, C], from just after token s (row) to t (column); 0 where s > t
+    from_start: Tensor  # [B, N, H, C], from the chunk's start to t
+
+    @property
+    def to_end(self) -> Tensor:
+        """[B, N, H, C], from just after t to the chunk's end."""
+        return self.within[..., -1]
+
+    @property
+    def whole(self) -> Tensor:
+        """[B, N, H], over the chunk."""
+        return self.from_start[..., -1]
+
+
+def chunk_decays(log_decay: Tensor, reset: Tensor | None, chunk: int, dtype: torch.dtype) -> Decays:
+    """The decays of [B, T, H] log decays, in ``dtype``; a decay across a reset is exactly 0.
+
+    Each logarithm is the sum of its own steps. Differences of cumulative sums would lose 1e-4 in float32 where a chunk
+    of steps near -20 sums to about -1000, would be NaN across a reset, and would leave rounding errors in the gradient
+    that exceed it under hard forgetting.
+    """
+    steps = log_decay.to(dtype)
+    if reset is not None:
+        steps = steps.masked_fill(reset[..., None], -torch.inf)
+    steps = split(steps, chunk).transpose(2, 3)  # [B, N, H, C]
+    upper = torch.ones(chunk, chunk, dtype=torch.bool, device=steps.device).triu()
+    logs = steps[..., None, :].where(upper.triu(1), 0.0).cumsum(-1).masked_fill(~upper, -torch.inf)
+    return Decays(within=logs.exp(), from_start=steps.cumsum(-1).exp())

@@ -1,0 +1,69 @@
+"""The gated delta rule by chunks of tokens: the corrections of a chunk solve one unit lower-triangular system."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..chunks import check, chunk_decays, chunk_length, compute_dtype, split, without_autocast
+from ..triangular import unit_lower_inverse
+
+
+@without_autocast
+def delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    state: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same function as :func:`surgery.kernels.delta.reference.delta`, with the same arguments.
+
+    In a chunk that starts from M_0, with A_t the product of the decays up to t, the corrections beta_t e_t are the
+    rows of
+
+        E = T (V - A K M_0),        T = (I + tril(beta_t (A_t / A_s) k_t.k_s, -1))^-1 diag(beta)
+
+    so that M_end = A_end M_0 + K^T diag(A_end / A) E. Only M_0 depends on earlier chunks.
+
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), the chunkwise form (the WY representation).
+    """
+    check(q, k, v, log_decay)
+    assert beta.shape == log_decay.shape, f"beta {tuple(beta.shape)} and log_decay {tuple(log_decay.shape)} differ"
+    dtype, out_dtype = compute_dtype(q, k, v), v.dtype
+    batch, tokens, heads, value_dim = v.shape
+    groups, key_dim = k.shape[2:]
+    chunk = chunk_length(tokens)
+    decays = chunk_decays(log_decay, reset, chunk, dtype)
+    # keys keep their G heads: the products below take all value heads of a group (r) at once
+    q, k = (split(x.to(dtype), chunk).transpose(2, 3) for x in (q, k))  # [B, N, G, C, K]
+    v = split(v.to(dtype), chunk).transpose(2, 3)  # [B, N, H, C, V]
+    step = split(beta.to(dtype), chunk).transpose(2, 3)  # [B, N, H, C]
+
+    per_group = (groups, heads // groups)
+    within = decays.within.unflatten(2, per_group)
+    overlaps = (within * (k @ k.mT)[:, :, :, None]).flatten(2, 3).mT.tril(-1)
+    solve = unit_lower_inverse(step[..., None] * overlaps) * step[..., None, :]  # T
+    values = solve @ v
+    from_start = (solve * decays.from_start[..., None, :]).unflatten(2, per_group)
+    keys = torch.einsum("bngrcs,bngsk->bngrck", from_start, k).flatten(2, 3)  # E = values - keys M_0
+
+    to_end = decays.to_end[..., None]
+    written = torch.einsum("bngck,bngrcv->bngrkv", k, (to_end * values).unflatten(2, per_group)).flatten(2, 3)
+    erased = torch.einsum("bngcl,bngrck->bngrlk", k, (to_end * keys).unflatten(2, per_group)).flatten(2, 3)
+    memory = v.new_zeros(batch, heads, key_dim, value_dim) if state is None else state.to(dtype)
+    starts = []
+    for n in range(written.shape[1]):
+        starts.append(memory)
+        # the decayed memory is added elementwise: it never passes through a product of lower precision
+        memory = decays.whole[:, n, :, None, None] * memory + (written[:, n] - erased[:, n] @ memory)
+
+    start = torch.stack(starts, 1)  # [B, N, H, K, V]
+    corrections = values - keys @ start
+    before = torch.einsum("bngck,bngrkv->bngrcv", q, start.unflatten(2, per_group)).flatten(2, 3)
+    scores = (within * (k @ q.mT)[:, :, :, None]).flatten(2, 3)
+    o = scores.mT @ corrections + decays.from_start[..., None] * before
+    return o.transpose(2, 3).flatten(1, 2)[:, :tokens].to(out_dtype), memory
