@@ -1,0 +1,259 @@
+"""The Bayesian Layer: a memory that propagates the covariance of what it knows, and writes where it is unsure."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import UsageError
+from surgery.kernels import dispatch
+
+from .base import MemoryGeometry, MemoryInputs, MemoryRule
+
+# the observation noise is at least this part of the largest variance, less what enters as process noise
+NOISE_FLOOR = 1e-4
+# below it a write strength changes nothing, while 1 / eta and its gradient leave float32
+SMALLEST_STRENGTH = 1e-12
+
+
+class _Scalars(NamedTuple):
+    """The lowered recurrence's scalars, [B, T, L] for L = H Gn memories, and x and p0 [L]."""
+
+    decay: Tensor
+    cov_decay_sqrt: Tensor
+    process_noise: Tensor
+    precision: Tensor
+    observation_noise: Tensor
+    erase: Tensor
+    shrink: Tensor
+    write: Tensor
+
+
+class Bayesian(MemoryRule):
+    """The Bayesian Layer with the host's keys, queries, values and decay a_t. With d the dose and rho the retention,
+
+        c_t = d rho a_t^2        Pbar_t = c_t P_{t-1} + n_t I        u_t = Pbar_t k_t
+
+    On a delta host with write strength eta, r2 = 1/eta - |k|^2 (above 0 and the floor) and, where eta |k|^2 > 1,
+    omega = eta |k|^2 and theta = omega (2 - omega); both are 1 elsewhere:
+
+        beta_t = 1 / (r2_t + k_t.u_t)
+        M_t = a_t M_{t-1} + omega beta_t u_t (v_t - a_t M_{t-1}^T k_t)^T        P_t = Pbar_t - theta beta_t u_t u_t^T
+
+    On an additive host with write strength dt, s_t = c_t s_{t-1} + n_t from p0 (P without any observation) and
+    lambda_t = d lambda:
+
+        b_t = 1 / (1 + lambda k_t.u_t)        P_t = Pbar_t - lambda b_t u_t u_t^T
+        M_t = a_t M_{t-1} + (b_t / s_t) u_t ((1 + lambda s_t |k_t|^2) dt_t v_t - lambda s_t a_t M_{t-1}^T k_t)^T
+
+    Both read o_t = M_t^T q_t, and at dose 0 both are the host's rule: there c = 0, n = 1, lambda = 0.
+    Source: "Memory by Design: Probabilistic Sequence Layers", Proposition 1 (rho = 1, constant noise, c_t = a_t^2). The
+    retention, the restoring noise and the additive form are this project's.
+
+    Noise. ``restoring``: n_t = nu (1 - c_t) and p0 = nu, so that forgetting returns P to its prior and P <= nu I.
+    ``constant``, the paper's: n_t = l2 and a p0 of its own.
+
+    Parameters, float32, one for each head and noise group, beside the dose. What only rescales P is left out: M depends
+    on the ratio of process to observation noise alone. On a delta host the observation noise comes from the host's own
+    write gate, which stays trainable, and the ratio from nu or l2; on an additive host nu = l2 = 1 and it is lambda.
+        log_nu [L]: delta, restoring. Acts as 1 + d (nu - 1); starts at 0, the host's unit prior.
+        log_l2 [L]: delta, constant. Acts as 1 + d (l2 - 1); starts at 0, the paper's l^2 = 1.
+        log_p0 [L]: constant, unless the retention is 0 (then p0 acts on nothing). Acts as 1 + d (p0 - 1); starts at 0,
+            the paper's p0 = 1.
+        log_lambda [L]: additive. Acts as d lambda; starts at -log K, so that lambda |k|^2 is about 1 for keys with
+            entries of unit size (this project's choice).
+
+    State: the mean beside the covariance, [B, L, K, V / Gn + K]; with constant noise one column more, filled with s.
+
+    Args:
+        noise: ``restoring`` or ``constant``.
+        retention: rho in [0, 1], fixed.
+        noise_groups: Gn, a divisor of V: each group of a head's value channels has its own noise and covariance.
+
+    Raises:
+        UsageError: an option's value is not of that kind.
+    """
+
+    rule = "bayesian"
+    defaults = {"noise": "restoring", "retention": 1.0, "noise_groups": 1}  # noqa: RUF012 (declared in the base)
+    paper_defaults = {"noise": "constant"}  # noqa: RUF012
+
+    def __init__(
+        self,
+        geometry: MemoryGeometry,
+        *,
+        noise: Literal["restoring", "constant"] = "restoring",
+        retention: float = 1.0,
+        noise_groups: int = 1,
+    ) -> None:
+        super().__init__(geometry)
+        if noise not in ("restoring", "constant"):
+            raise UsageError(f"memory.noise: {noise!r} is neither restoring nor constant")
+        if not isinstance(retention, (int, float)) or isinstance(retention, bool) or not 0 <= retention <= 1:
+            raise UsageError(f"memory.retention: {retention!r} is not a number from 0 to 1")
+        if not isinstance(noise_groups, int) or isinstance(noise_groups, bool) or noise_groups < 1:
+            raise UsageError(f"memory.noise_groups: {noise_groups!r} is not a whole number above 0")
+        if geometry.value_dim % noise_groups:
+            raise UsageError(f"memory.noise_groups: {noise_groups} does not divide the values' {geometry.value_dim}")
+        self.noise = noise
+        self.retention = float(retention)
+        self.noise_groups = noise_groups
+        names = []
+        if geometry.style == "additive":
+            names.append("log_lambda")
+        else:
+            names.append("log_nu" if noise == "restoring" else "log_l2")
+        if noise == "constant" and retention > 0:
+            names.append("log_p0")
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.empty(self._memories, dtype=torch.float32)))
+        self._names = tuple(names)
+        self.reset_parameters()
+
+    @property
+    def exact_limit(self) -> bool:
+        return True
+
+    @property
+    def _memories(self) -> int:
+        return self.geometry.num_heads * self.noise_groups
+
+    @property
+    def _value_dim(self) -> int:
+        return self.geometry.value_dim // self.noise_groups
+
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        key_dim = self.geometry.key_dim
+        return batch, self._memories, key_dim, self._value_dim + key_dim + (self.noise == "constant")
+
+    @torch.no_grad()
+    def reset_parameters(self, start: Literal["exact", "paper"] = "exact") -> None:
+        for name in self._names:
+            start_value = -math.log(self.geometry.key_dim) if name == "log_lambda" else 0.0
+            getattr(self, name).fill_(start_value)
+        self.dose.fill_(0.0 if start == "exact" else 1.0)
+
+    def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        masked = inputs.masked()
+        q, k, v = masked.q, masked.k, masked.v
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        unobserved = None
+        if self.noise == "constant":
+            if state is None:
+                unobserved = self._prior(dtype).expand(v.shape[0], -1)
+            else:
+                state, column = state[..., :-1], state[..., -1]
+                unobserved = column[..., 0].to(dtype)
+        scalars, unobserved = self._lower(masked, unobserved, dtype)
+        if self.geometry.style == "additive":
+            v = v * masked.write[..., None]
+        o, state = dispatch.bayesian(
+            q, k, v.reshape(*v.shape[:2], self._memories, self._value_dim), *scalars,
+            state=state, initial_covariance=self._prior(dtype), unit_gain=not self.geometry.negative_eigenvalues,
+        )
+        if unobserved is not None:
+            column = unobserved[..., None, None].expand(*state.shape[:-1], 1)
+            state = torch.cat((state, column.to(state.dtype)), dim=-1)
+        return o.reshape(inputs.v.shape).to(inputs.v.dtype), state
+
+    def diagnostics(self, state: Tensor, log_decay: Tensor | None = None) -> dict[str, Tensor]:
+        """``covariance_condition``: the condition of the covariance predicted for the next token, by its largest and
+        smallest eigenvalue, mean over the batch and a head's groups.
+
+        Args:
+            log_decay: [B, H], the next token's; None for a token that forgets nothing.
+        """
+        dtype = state.dtype
+        start = self._value_dim
+        covariance = state[..., start : start + self.geometry.key_dim]
+        g = state.new_zeros(state.shape[0], self.geometry.num_heads) if log_decay is None else log_decay.to(dtype)
+        _, c_sqrt, noise = self._prediction(g, dtype)
+        values = c_sqrt.square()[..., None] * torch.linalg.eigvalsh(covariance) + noise[..., None]
+        smallest = values[..., 0].clamp(min=torch.finfo(dtype).tiny)
+        condition = (values[..., -1] / smallest).unflatten(1, (-1, self.noise_groups))
+        return {"covariance_condition": condition.mean((0, 2)).float()}
+
+    def _prediction(self, g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """a, sqrt c and n, each [..., L], for log decays [..., H]."""
+        g = self._spread(g.to(dtype))
+        rho = self.dose.to(dtype) * self.retention
+        decay = g.exp()
+        c_sqrt = rho.sqrt() * decay
+        if self.noise == "restoring":
+            # 1 - c, with its digits where a is near 1
+            noise = self._prior(dtype) * ((1 - rho) - rho * torch.expm1(2 * g))
+        else:
+            noise = self._dosed("log_l2", dtype).expand_as(g)
+        return decay, c_sqrt, noise
+
+    def _lower(self, inputs: MemoryInputs, unobserved: Tensor | None, dtype: torch.dtype) -> tuple[_Scalars, Tensor]:
+        """The scalars of the lowered recurrence, and s after the last token [B, L] (None where it is not carried).
+
+        Args:
+            inputs: masked, so with zero keys and values on padding. unobserved: [B, L], s before the first token.
+        """
+        decay, c_sqrt, noise = self._prediction(inputs.log_decay, dtype)
+        write = inputs.write.to(dtype)
+        prior = self._prior(dtype)
+        if inputs.mask is not None:
+            padding = ~inputs.mask[..., None]
+            c_sqrt, noise = c_sqrt.masked_fill(padding, 1.0), noise.masked_fill(padding, 0.0)
+            write = write.masked_fill(padding, 1.0)
+        if inputs.reset is not None:
+            first = inputs.reset[..., None]
+            noise = torch.where(first, c_sqrt.square() * prior + noise, noise)
+            decay, c_sqrt = decay.masked_fill(first, 0.0), c_sqrt.masked_fill(first, 0.0)
+        if unobserved is None:
+            variance = prior.expand_as(noise)
+        else:
+            variance = _affine_scan(c_sqrt.square(), noise, unobserved)
+            unobserved = variance[:, -1]
+        square = inputs.k.to(dtype).square().sum(-1)
+        square = self._spread(square.repeat_interleave(self.geometry.num_heads // square.shape[-1], dim=-1))
+
+        if self.geometry.style == "additive":
+            precision = self.dose.to(dtype) * self.log_lambda.to(dtype).exp()
+            shrink = precision.expand_as(noise)
+            strength = 1 / variance + precision * square
+            ones = torch.ones_like(noise)
+            return _Scalars(decay, c_sqrt, noise, precision, ones, shrink, shrink, strength), unobserved
+        eta = self._spread(write).clamp(min=SMALLEST_STRENGTH)
+        observation = torch.maximum((1 / eta - square).clamp(min=0), NOISE_FLOOR * variance - noise)
+        omega = (eta * square).clamp(min=1)
+        # a host with eta <= 1 passes 1 by the rounding of its keys alone, and theta leaves 1 by the square of that
+        theta = (omega * (2 - omega)).clamp(min=0) if self.geometry.negative_eigenvalues else torch.ones_like(omega)
+        precision = torch.ones_like(prior)
+        return _Scalars(decay, c_sqrt, noise, precision, observation, omega, theta, omega), unobserved
+
+    def _dosed(self, name: str, dtype: torch.dtype) -> Tensor:
+        """[L]: 1 + d (exp(parameter) - 1), or 1 for a parameter that this rule does not have."""
+        if name not in self._names:
+            return torch.ones(self._memories, dtype=dtype, device=self.dose.device)
+        return 1 + self.dose.to(dtype) * torch.expm1(getattr(self, name).to(dtype))
+
+    def _prior(self, dtype: torch.dtype) -> Tensor:
+        """p0 [L], which is nu for restoring noise."""
+        return self._dosed("log_nu" if self.noise == "restoring" else "log_p0", dtype)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., L]: a head's scalars for each of its noise groups."""
+        return x if self.noise_groups == 1 else x.repeat_interleave(self.noise_groups, dim=-1)
+
+    def _float32_tensors(self):
+        yield from super()._float32_tensors()
+        for name in self._names:
+            yield name, getattr(self, name)
+
+
+def _affine_scan(factor: Tensor, term: Tensor, start: Tensor) -> Tensor:
+    """s_t = factor_t s_{t-1} + term_t along dimension 1 of [B, T, L], from s_0 = start [B, L]; log2(T) steps."""
+    term = torch.cat((term[:, :1] + factor[:, :1] * start[:, None], term[:, 1:]), dim=1)
+    shift = 1
+    while shift < factor.shape[1]:
+        term = torch.cat((term[:, :shift], term[:, shift:] + factor[:, shift:] * term[:, :-shift]), dim=1)
+        factor = torch.cat((factor[:, :shift], factor[:, shift:] * factor[:, :-shift]), dim=1)
+        shift *= 2
+    return term

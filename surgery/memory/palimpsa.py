@@ -1,0 +1,126 @@
+"""Palimpsa: every element of the memory carries its own precision, which guards what has been written often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.errors import UsageError
+from surgery.kernels import dispatch
+
+from .base import MemoryGeometry, MemoryInputs, MemoryRule
+
+
+class Palimpsa(MemoryRule):
+    """Palimpsa's rule with the host's keys, queries, values, decay and write strength w (dt, or a delta host's eta).
+
+        M_t = a_t M_{t-1} + (w_t v_t) k_t^T    E_t = a_t E_{t-1} + b_t (k_t^2)^T    o_t = (M_t / (I0^d + E_t)) q_t
+        b_t = d sigmoid(b_proj b_rank_proj h_t) softplus(b_scale) w_t               d: the dose
+
+    Source: the Palimpsa paper, Eq. (5) and Appendix A.12, in natural parameters; the authors' parameter names.
+
+    Dose 0 is the additive rule: on an additive host the host's own, exactly. On a delta host nothing erases, so there
+    is no exact limit.
+
+    Parameters, beside the dose:
+        b_rank_proj.weight [rank, D], b_proj.weight [H V, rank]: the precision gate, low rank; normal, deviation 0.02,
+            so that the gate starts near 1/2 everywhere. These two follow the module's dtype; the others stay float32.
+        b_scale [H]: uniform in the option ``b_scale``, the authors' start for fine-tuning.
+        Ip_log [H]: log I0, 0 (a prior precision of one); a buffer unless ``learn_prior``, as in the authors' training.
+
+    State: M beside E, [B, 2, H, V, K].
+
+    Args:
+        rank: rank of the precision gate; None for D / 16, about the authors' ratio (48 at 768, 96 at 1536).
+        b_scale: lowest and highest start of the raw b_scale.
+        learn_prior: whether Ip_log is trained.
+
+    Raises:
+        UsageError: an option's value is not of that kind.
+    """
+
+    rule = "palimpsa"
+    defaults = {"rank": None, "b_scale": [0.1, 1.0], "learn_prior": False}  # noqa: RUF012 (declared in the base)
+
+    def __init__(
+        self,
+        geometry: MemoryGeometry,
+        *,
+        rank: int | None = None,
+        b_scale: Sequence[float] = (0.1, 1.0),
+        learn_prior: bool = False,
+    ) -> None:
+        super().__init__(geometry)
+        if rank is None:
+            rank = max(1, geometry.hidden_size // 16)
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise UsageError(f"memory.rank: {rank!r} is not a whole number above 0")
+        if not _is_range(b_scale):
+            raise UsageError(f"memory.b_scale: {b_scale!r} is not [lowest, highest], two finite numbers in order")
+        if not isinstance(learn_prior, bool):
+            raise UsageError(f"memory.learn_prior: {learn_prior!r} is neither true nor false")
+        self.b_scale_range = (float(b_scale[0]), float(b_scale[1]))
+        heads = geometry.num_heads
+        self.b_rank_proj = nn.Linear(geometry.hidden_size, rank, bias=False)
+        self.b_proj = nn.Linear(rank, heads * geometry.value_dim, bias=False)
+        self.b_scale = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        prior = torch.empty(heads, dtype=torch.float32)
+        if learn_prior:
+            self.Ip_log = nn.Parameter(prior)
+        else:
+            self.register_buffer("Ip_log", prior)
+        self.reset_parameters()
+
+    @property
+    def exact_limit(self) -> bool:
+        return self.geometry.style == "additive"
+
+    def state_shape(self, batch: int) -> tuple[int, ...]:
+        geometry = self.geometry
+        return batch, 2, geometry.num_heads, geometry.value_dim, geometry.key_dim
+
+    @torch.no_grad()
+    def reset_parameters(self, start: Literal["exact", "paper"] = "exact") -> None:
+        for projection in (self.b_rank_proj, self.b_proj):
+            nn.init.normal_(projection.weight, std=0.02)
+        self.b_scale.uniform_(*self.b_scale_range)
+        self.Ip_log.zero_()
+        self.dose.fill_(0.0 if start == "exact" else 1.0)
+
+    def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        inputs = inputs.masked()
+        v, write = inputs.v, inputs.write[..., None]
+        gate = self.b_proj(self.b_rank_proj(inputs.hidden.to(self.b_rank_proj.weight.dtype)))
+        gate = torch.sigmoid(gate.to(write.dtype)).unflatten(-1, v.shape[-2:])
+        strength = self.dose * F.softplus(self.b_scale)
+        o, state = dispatch.palimpsa(
+            inputs.q, inputs.k, v * write, gate * strength[:, None] * write, inputs.log_decay, self._prior(),
+            state=state, reset=inputs.reset,
+        )
+        return o.to(v.dtype), state
+
+    def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
+        """``importance_spread``: I_max / I_min over a head's elements, mean over the batch."""
+        importance = self._prior()[:, None, None] + state[:, 1]
+        return {"importance_spread": (importance.amax((-2, -1)) / importance.amin((-2, -1))).mean(0).float()}
+
+    def _prior(self) -> Tensor:
+        return (self.dose * self.Ip_log).exp()  # I0^d
+
+    def _float32_tensors(self):
+        yield from super()._float32_tensors()
+        yield "b_scale", self.b_scale
+        yield "Ip_log", self.Ip_log
+
+
+def _is_range(value: object) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return False
+    if not all(isinstance(end, (int, float)) and not isinstance(end, bool) and math.isfinite(end) for end in value):
+        return False
+    return value[0] <= value[1]
