@@ -1,0 +1,205 @@
+"""What both grafts share: the causal convolution, padding, packing, the cache, float32 gates.
+
+Shapes: B batch, T tokens, D hidden, C convolution channels, W convolution width; the rest as in
+:mod:`surgery.memory.base`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.graft import cache as carried
+from surgery.memory.base import MemoryInputs, MemoryRule
+
+
+def wide(x: Tensor) -> Tensor:
+    """``x`` in float32, or float64 if it is already that."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The last ``tokens`` columns of a [B, S] mask as bool (True on tokens), None if there is no padding mask."""
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    return attention_mask[:, -tokens:].bool()
+
+
+def causal_conv(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
+    """Depthwise causal convolution followed by SiLU, which never reads across the start of a document.
+
+    Args:
+        x: [B, T, C]. past: [B, W-1, C], the inputs before them (zeros at the start of a text).
+        weight: [C, 1, W]. bias: [C] or None.
+        reset: [B, T] bool or None, True on the first token of a document.
+
+    Returns:
+        [B, T, C] in x's dtype, computed in float32.
+    """
+    tokens, width = x.shape[1], weight.shape[-1]
+    full = torch.cat([past.to(x.dtype), x], dim=1)
+    if reset is None and x.device.type == "cpu" and x.dtype == weight.dtype:
+        out = F.conv1d(full.transpose(1, 2), weight, bias, groups=weight.shape[0]).transpose(1, 2)
+        return F.silu(out)
+    # a sum of W shifts: it fuses under torch.compile, and each shift can be cut at a document's start
+    full, taps = wide(full), wide(weight)[:, 0]
+    document = None
+    if reset is not None:
+        document = F.pad(reset.to(torch.int32).cumsum(1), (width - 1, 0))
+    out = None if bias is None else wide(bias)
+    for tap in range(width):
+        shifted = full[:, tap : tap + tokens]
+        if document is not None and tap < width - 1:
+            same = document[:, tap : tap + tokens] == document[:, width - 1 :]
+            shifted = shifted * same[..., None]
+        term = shifted * taps[:, tap]
+        out = term if out is None else out + term
+    return F.silu(out).to(x.dtype)
+
+
+class Graft(nn.Module):
+    """A mixer: projections -> convolution -> memory inputs -> memory -> norm and gate -> output projection.
+
+    To watch a graft at work, put a forward hook on its ``memory``: its arguments are the :class:`MemoryInputs` (with
+    ``log_decay``) and the state before, its result the outputs and the state after.
+    """
+
+    float32 = ("A_log", "dt_bias")  # never cast to a half precision: it would shift every decay
+
+    def __init__(self, memory: MemoryRule, *, layer_idx: int, norm_eps: float) -> None:
+        super().__init__()
+        self.memory = memory
+        self.geometry = memory.geometry
+        self.layer_idx = layer_idx
+        self.norm_eps = norm_eps
+        self.A_log = nn.Parameter(torch.zeros(self.geometry.num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.zeros(self.geometry.num_heads, dtype=torch.float32))
+
+    # what a family fills in
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """[B, T, D] -> the convolution's input [B, T, C] and the projections that bypass it."""
+        raise NotImplementedError
+
+    def _convolution(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight [C, 1, W] and bias [C] of the convolution, or None where the mixer has none."""
+        raise NotImplementedError
+
+    def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
+        """The memory's inputs from the convolved projections ``x`` [B, T, C]; the caller adds mask and reset."""
+        raise NotImplementedError
+
+    def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
+        """Norm, gate and output projection: the memory's outputs [B, T, H, V] -> [B, T, D]."""
+        raise NotImplementedError
+
+    # what a user calls
+
+    def inputs(
+        self,
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> MemoryInputs:
+        """The memory's inputs for ``hidden_states`` [B, T, D]; the cache's window is read, the cache not written."""
+        window, _ = carried.read(cache, self.layer_idx)
+        mask = padding(attention_mask, hidden_states.shape[1])
+        return self._gather(hidden_states, mask, reset, window)[0]
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache: Any = None,
+        attention_mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        *,
+        cache_params: Any = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Mix tokens.
+
+        Args:
+            hidden_states: [B, T, D], after the block's norm.
+            cache: a transformers cache; its window and state continue the text, and are updated.
+            attention_mask: [B, S >= T], 0 on padding; the last T columns count. Padding leaves the state as it was
+                and is a zero input of the convolution; its own outputs are those of an empty memory.
+            reset: [B, T] bool, True on the first token of a document.
+
+        Returns:
+            [B, T, D] in the dtype of ``hidden_states``.
+        """
+        cache = carried.chosen(cache, cache_params, past_key_values)
+        window, state = carried.read(cache, self.layer_idx)
+        mask = padding(attention_mask, hidden_states.shape[1])
+        inputs, rest, window = self._gather(hidden_states, mask, reset, window)
+        o, state = self.memory(inputs, state)
+        if cache is not None:
+            carried.write(cache, self.layer_idx, window, state)
+        if mask is not None:
+            o = o * mask[..., None, None].to(o.dtype)
+        return self._emit(o, inputs, rest)
+
+    def _gather(
+        self, hidden: Tensor, mask: Tensor | None, reset: Tensor | None, window: Tensor | None
+    ) -> tuple[MemoryInputs, tuple[Tensor, ...], Tensor]:
+        """Memory inputs, the projections that bypass the convolution, and the window [B, C, W] for the next call."""
+        x, rest = self._project(hidden)
+        convolution = self._convolution()
+        if convolution is None:
+            x = F.silu(x)
+            window = x.new_zeros(x.shape[0], 0, 1)
+        else:
+            weight, bias = convolution
+            if mask is not None:
+                x = x * mask[..., None].to(x.dtype)
+            width = weight.shape[-1]
+            if window is None:
+                past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
+            else:
+                past = window[..., window.shape[-1] - (width - 1) :].transpose(1, 2)
+            window = _window(x, past, reset, width)
+            x = causal_conv(x, past, weight, bias, reset)
+        if mask is not None:
+            x = x * mask[..., None].to(x.dtype)
+        return replace(self._compose(hidden, x, rest), mask=mask, reset=reset), rest, window
+
+    def _apply(self, fn, recurse: bool = True):
+        """Casts to a half precision leave A_log and dt_bias in float32."""
+        kept = {name: getattr(self, name).data for name in self.float32}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            parameter = getattr(self, name)
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = before.to(parameter.device)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(before.dtype)
+        return self
+
+
+def _window(x: Tensor, past: Tensor, reset: Tensor | None, width: int) -> Tensor:
+    """The last W convolution inputs [B, C, W], zero where they belong to an earlier document than the last token."""
+    full = torch.cat([past.to(x.dtype), x], dim=1)[:, -width:]
+    if reset is not None:
+        document = F.pad(reset.to(torch.int32).cumsum(1), (width - 1, 0))
+        full = full * (document[:, -width:] == document[:, -1:])[..., None]
+    return full.transpose(1, 2)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension with a weight; computed in float32, returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (y * wide(self.weight)).to(x.dtype)

@@ -1,0 +1,124 @@
+"""The Gated DeltaNet mixer around any memory rule (Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks").
+
+Parameter names and shapes are those of flash-linear-attention's ``gated_deltanet``:
+
+    q_proj, k_proj [G K, D]; v_proj, g_proj [H V, D]; a_proj, b_proj [H, D]; o_proj [D, H V]
+    q_conv1d, k_conv1d [G K, 1, W]; v_conv1d [H V, 1, W]; A_log, dt_bias [H]; o_norm [V]
+
+The memory sees L2-normalised keys and queries (queries also scaled by K^-1/2), values v, log decay
+-exp(A_log) softplus(a + dt_bias) and write strength eta = sigmoid(b), doubled where negative eigenvalues are allowed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from surgery.graft.base import Graft, RMSNorm, wide
+from surgery.memory.base import MemoryInputs, MemoryRule
+
+GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|^2 + eps) over the last dimension, in float32, returned in x's dtype."""
+    y = wide(x)
+    return (y * torch.rsqrt(y.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """Root mean square norm over the last dimension (one head), then the gate."""
+
+    def __init__(self, size: int, eps: float, activation: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+        self.activation = activation
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """[..., V], [..., V] -> [..., V] in y's dtype, computed in float32."""
+        x = wide(y)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * wide(self.weight)
+        return (x * GATES[self.activation](wide(gate))).to(y.dtype)
+
+
+class GatedDeltaGraft(Graft):
+    """A Gated DeltaNet mixer whose memory is ``memory``.
+
+    Args:
+        memory: the rule; its geometry gives every width, and its style must be ``delta``.
+        gate_activation: ``swish`` (or ``silu``) or ``sigmoid``, on the output gate.
+
+    Raises:
+        ValueError: the memory's geometry has another style, or the gate's activation is unknown.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryRule,
+        *,
+        layer_idx: int = 0,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+        use_short_conv: bool = True,
+        conv_bias: bool = False,
+        use_gate: bool = True,
+        gate_activation: str = "swish",
+    ) -> None:
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+        g = self.geometry
+        if g.style != "delta":
+            raise ValueError(f"a Gated DeltaNet mixer needs a delta memory geometry, not {g.style!r}")
+        if gate_activation not in GATES:
+            raise ValueError(f"output_gate_activation {gate_activation!r}: choose {', '.join(GATES)}")
+        self.keys = g.num_key_heads * g.key_dim
+        self.values = g.num_heads * g.value_dim
+        self.use_short_conv = use_short_conv
+        self.use_gate = use_gate
+        self.write_scale = 2.0 if g.negative_eigenvalues else 1.0
+        self.q_proj = nn.Linear(g.hidden_size, self.keys, bias=False)
+        self.k_proj = nn.Linear(g.hidden_size, self.keys, bias=False)
+        self.v_proj = nn.Linear(g.hidden_size, self.values, bias=False)
+        self.a_proj = nn.Linear(g.hidden_size, g.num_heads, bias=False)
+        self.b_proj = nn.Linear(g.hidden_size, g.num_heads, bias=False)
+        if use_short_conv:
+            for name, size in (("q_conv1d", self.keys), ("k_conv1d", self.keys), ("v_conv1d", self.values)):
+                conv = nn.Conv1d(size, size, conv_size, groups=size, padding=conv_size - 1, bias=conv_bias)
+                self.add_module(name, conv)
+        if use_gate:
+            self.g_proj = nn.Linear(g.hidden_size, self.values, bias=False)
+            self.o_norm = GatedRMSNorm(g.value_dim, norm_eps, gate_activation)
+        else:
+            self.o_norm = RMSNorm(g.value_dim, norm_eps)
+        self.o_proj = nn.Linear(self.values, g.hidden_size, bias=False)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
+        gate = (self.g_proj(hidden),) if self.use_gate else ()
+        return x, (self.a_proj(hidden), self.b_proj(hidden), *gate)
+
+    def _convolution(self) -> tuple[Tensor, Tensor | None] | None:
+        if not self.use_short_conv:
+            return None
+        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        bias = None if self.q_conv1d.bias is None else torch.cat([conv.bias for conv in convolutions])
+        return torch.cat([conv.weight for conv in convolutions]), bias
+
+    def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
+        g = self.geometry
+        q, k, v = x.split([self.keys, self.keys, self.values], dim=-1)
+        q, k = (l2_normalised(part.unflatten(-1, (g.num_key_heads, g.key_dim))) for part in (q, k))
+        return MemoryInputs(
+            hidden=hidden,
+            q=q * g.key_dim**-0.5,
+            k=k,
+            v=v.unflatten(-1, (g.num_heads, g.value_dim)),
+            log_decay=-wide(self.A_log).exp() * F.softplus(wide(rest[0]) + wide(self.dt_bias)),
+            write=wide(rest[1]).sigmoid() * self.write_scale,
+        )
+
+    def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
+        gate = (rest[2].unflatten(-1, o.shape[-2:]),) if self.use_gate else ()
+        o = self.o_norm(o, *gate)
+        return self.o_proj(o.flatten(-2).to(inputs.hidden.dtype))

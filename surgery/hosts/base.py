@@ -1,0 +1,270 @@
+"""What the tools need to know of a model family; one adapter each.
+
+An adapter reads configurations as the plain dictionaries that config.json holds, and speaks of tensors by their names
+on disk. Nothing here imports transformers until a configuration is parsed or a model is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import JobError, UsageError
+from surgery.memory.base import MemoryGeometry
+
+Implementation = Literal["graft", "upstream"]
+
+
+class HostAdapter:
+    """One model family, base and upgraded checkpoints alike.
+
+    Attributes:
+        name: the base's model type; an upgraded checkpoint's is ``surgery_`` + name.
+        backbone_prefix: disk prefix of everything but the head.
+        mixer_name: the mixer's name inside a block.
+        logit_scale: logits are head(hidden) times this.
+    """
+
+    name: ClassVar[str]
+    backbone_prefix: ClassVar[str]
+    mixer_name: ClassVar[str]
+    logit_scale: ClassVar[float] = 1.0
+
+    @property
+    def model_types(self) -> tuple[str, str]:
+        """The base's model type and the upgraded checkpoint's."""
+        return self.name, f"surgery_{self.name}"
+
+    # configuration
+
+    def _classes(self, upgraded: bool) -> tuple[type, type]:
+        """The configuration and model classes, imported here and no earlier."""
+        raise NotImplementedError
+
+    def _refusal(self, config: Any) -> str | None:
+        """Why a parsed configuration cannot be run, or None."""
+        raise NotImplementedError
+
+    def _foreign(self, config: Mapping[str, Any]) -> str | None:
+        """Why a configuration of this model type is another library's, or None."""
+        return None
+
+    def parse(self, config: Mapping[str, Any]) -> Any:
+        """The configuration object, defaults filled in.
+
+        Raises:
+            UsageError: the configuration is another library's, invalid, or asks for something not supported.
+        """
+        reason = self._foreign(config)
+        if reason is None:
+            config_class, _ = self._classes(config.get("model_type") == self.model_types[1])
+            try:
+                parsed = config_class.from_dict(decode_floats(copy.deepcopy(dict(config))))
+                reason = self._refusal(parsed)
+            except Exception as error:  # validation raises several types, whose texts run over many lines
+                reason = " ".join(str(error).split())[:300]
+        if reason is not None:
+            raise UsageError(f"config.json: {reason}")
+        return parsed
+
+    def geometry(self, config: Mapping[str, Any], layer: int) -> MemoryGeometry:
+        """What a memory rule sees of layer ``layer``."""
+        raise NotImplementedError
+
+    def mixer_layers(self, config: Mapping[str, Any]) -> list[int]:
+        """Indices of the layers that hold a mixer of this family."""
+        return list(range(self.parse(config).num_hidden_layers))
+
+    def surgery_config(self, config: Mapping[str, Any], surgery: Mapping[str, Any]) -> dict[str, Any]:
+        """The upgraded checkpoint's config.json: the base's keys, another model type, and ``surgery``. Strict JSON."""
+        written = {key: value for key, value in dict(config).items() if key != "auto_map"}
+        written["model_type"] = self.model_types[1]
+        written["architectures"] = [self._classes(True)[1].__name__]
+        written["surgery"] = copy.deepcopy(dict(surgery))
+        return encode_floats(written)
+
+    # tensors on disk
+
+    def tensor_prefix(self, layer: int) -> str:
+        """Disk prefix of the mixer of layer ``layer``, with its final dot."""
+        return f"{self.backbone_prefix}layers.{layer}.{self.mixer_name}."
+
+    def expected_tensors(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that a checkpoint of this configuration must hold, swapped memories included.
+
+        A tied tensor is left out: it may be on disk or not (see :meth:`ties`).
+        """
+        parsed = self.parse(config)
+        _, model_class = self._classes(config.get("model_type") == self.model_types[1])
+        with torch.device("meta"):
+            model = model_class(parsed)
+        tied = self.ties(config)
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+    def ties(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Tensors that share another's storage: name -> that other's name."""
+        tied = config.get("tie_word_embeddings", False)
+        return {"lm_head.weight": f"{self.backbone_prefix}embeddings.weight"} if tied else {}
+
+    def static_log_decay(self, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[int, Tensor]:
+        """Data-free estimate of the log decay, layer -> [H] float32: the gate where its projection is 0.
+
+        Args:
+            tensors: at least every layer's ``A_log`` and ``dt_bias`` by disk name.
+        """
+        estimate = {}
+        for layer in self.mixer_layers(config):
+            prefix = self.tensor_prefix(layer)
+            step = torch.nn.functional.softplus(tensors[prefix + "dt_bias"].float())
+            estimate[layer] = -tensors[prefix + "A_log"].float().exp() * self._limit_step(step, config)
+        return estimate
+
+    def _limit_step(self, step: Tensor, config: Mapping[str, Any]) -> Tensor:
+        return step
+
+    # models
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device = "cpu",
+        implementation: Implementation = "graft",
+    ) -> nn.Module:
+        """The model of a checkpoint directory, in evaluation mode.
+
+        Args:
+            dtype: what to load in; None for the checkpoint's own. Decay parameters and memories stay in float32.
+            implementation: ``graft`` (every mixer is a graft, with the host's rule where nothing was swapped) or
+                ``upstream`` (the library that the base comes from; base checkpoints only).
+
+        Raises:
+            UsageError: unsupported configuration, or no upstream implementation to load it with.
+            JobError: the weights are missing, damaged, or not those that the configuration asks for.
+        """
+        config = read_config(path)
+        upgraded = config.get("model_type") == self.model_types[1]
+        parsed = self.parse(config)
+        if implementation == "upstream":
+            if upgraded:
+                raise UsageError(f"{path}: an upgraded model has no upstream implementation; load it as a graft")
+            model_class = self._upstream()
+        else:
+            model_class = self._classes(upgraded)[1]
+        model = _load_weights(model_class, path, parsed if implementation == "graft" else None, dtype)
+        return model.to(device).eval()
+
+    def build(
+        self, config: Mapping[str, Any], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        """A model with fresh random weights (torch's global generator), in float32 unless ``dtype``."""
+        parsed = self.parse(config)
+        model = self._classes(config.get("model_type") == self.model_types[1])[1](parsed)
+        return model.to(device=device, dtype=dtype)
+
+    def _upstream(self) -> type:
+        """The model class of the library that the base comes from."""
+        raise NotImplementedError
+
+    def mixers(self, model: nn.Module) -> dict[int, nn.Module]:
+        """Layer -> its mixer (a graft, in a model loaded as such)."""
+        layers = enumerate(self.backbone(model).layers)
+        return {layer: getattr(block, self.mixer_name) for layer, block in layers if hasattr(block, self.mixer_name)}
+
+    def blocks(self, model: nn.Module) -> nn.ModuleList:
+        """The residual blocks; a block's first argument and its result are the residual stream [B, T, D]."""
+        return self.backbone(model).layers
+
+    def backbone(self, model: nn.Module) -> nn.Module:
+        """All but the head; called with input_ids it gives ``.last_hidden_state`` [B, T, D], the head's input."""
+        return getattr(model, self.backbone_prefix.rstrip("."))
+
+    def head(self, model: nn.Module) -> nn.Linear:
+        """The output projection [vocabulary, D]."""
+        return model.lm_head
+
+
+def decode_floats(value: Any) -> Any:
+    """transformers' {"__float__": "Infinity"} back to floats."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"].replace("Infinity", "inf"))
+        return {key: decode_floats(item) for key, item in value.items()}
+    return [decode_floats(item) for item in value] if isinstance(value, list) else value
+
+
+def encode_floats(value: Any) -> Any:
+    """Non-finite floats as transformers writes them, so that the result is JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, dict):
+        return {key: encode_floats(item) for key, item in value.items()}
+    return [encode_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory.
+
+    Raises:
+        UsageError: there is none, or it is no JSON object.
+    """
+    import json
+
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no config.json there; give a checkpoint directory in Hugging Face format") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{file}: not a JSON object")
+    return config
+
+
+def _load_weights(model_class: type, path: str | Path, config: Any, dtype: torch.dtype | str | None) -> nn.Module:
+    if not any(Path(path).glob("*.safetensors")):
+        raise JobError(f"{path}: no *.safetensors file there; convert the weights to safetensors first")
+    options = {} if config is None else {"config": config}
+    try:
+        with _quiet():
+            model, report = model_class.from_pretrained(
+                str(path),
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
+    except Exception as error:  # safetensors, OSError, RuntimeError on shapes: all mean that these weights do not fit
+        raise JobError(f"{path}: the weights cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+    for problem in ("missing", "unexpected", "mismatched"):
+        names = sorted(str(name) for name in report.get(f"{problem}_keys") or ())
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise JobError(f"{path}: {problem} tensors: {shown}")
+    return model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without its load report and progress bar; what matters in them is raised instead."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

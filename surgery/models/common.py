@@ -1,0 +1,271 @@
+"""The part of a language model that does not depend on its family: cache, padding, packing, head, loss, weights.
+
+A family gives a backbone with ``embeddings``, ``layers`` and a final norm, and its blocks; see
+:mod:`surgery.models.mamba2` and :mod:`surgery.models.gated_deltanet`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from surgery.graft import Graft
+from surgery.graft.base import padding
+from surgery.graft.cache import chosen
+from surgery.memory import create
+from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.models.configuration import Swap
+
+PACKING = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "cu_seq_lens")
+
+
+class BackboneOutput(NamedTuple):
+    """``last_hidden_state`` [B, T, D] is normed: the head's input."""
+
+    last_hidden_state: Tensor
+    cache: Cache | None
+    hidden_states: tuple[Tensor, ...] | None
+
+
+if hasattr(Cache, "get_conv_state"):  # the releases that call it ``cache``
+
+    @dataclass
+    class CausalLMOutput(ModelOutput):
+        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see ``embeddings_first``)."""
+
+        loss: Tensor | None = None
+        logits: Tensor | None = None
+        cache: Cache | None = None
+        hidden_states: tuple[Tensor, ...] | None = None
+
+    MambaCausalLMOutput = CausalLMOutput
+else:  # generation looks for ``cache_params`` in models with mamba in their name, for ``past_key_values`` in others
+
+    @dataclass
+    class CausalLMOutput(ModelOutput):
+        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see ``embeddings_first``)."""
+
+        loss: Tensor | None = None
+        logits: Tensor | None = None
+        past_key_values: Cache | None = None
+        hidden_states: tuple[Tensor, ...] | None = None
+
+        @property
+        def cache(self) -> Cache | None:
+            return self.past_key_values
+
+    @dataclass
+    class MambaCausalLMOutput(ModelOutput):
+        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see ``embeddings_first``)."""
+
+        loss: Tensor | None = None
+        logits: Tensor | None = None
+        cache_params: Cache | None = None
+        hidden_states: tuple[Tensor, ...] | None = None
+
+        @property
+        def cache(self) -> Cache | None:
+            return self.cache_params
+
+
+def layer_memory(swap: Swap, geometry: MemoryGeometry, layer: int) -> MemoryRule:
+    """The memory of one layer: the swapped rule, or the host's own, which then leaves nothing in a checkpoint."""
+    if layer in swap.layers:
+        return create(swap.rule, geometry, **swap.options)
+    memory = create("host", geometry)
+    memory._non_persistent_buffers_set.add("dose")
+    return memory
+
+
+class Backbone(nn.Module):
+    """Embeddings, blocks and a final norm. A family sets ``embeddings``, ``layers`` and ``final_norm``'s name.
+
+    ``hidden_states`` follows each host's own convention: the input of every block and the final norm's output, or,
+    where ``embeddings_first`` is False, the output of every block and the final norm's.
+    """
+
+    embeddings_first: ClassVar[bool] = True
+    norm_name: ClassVar[str]
+    gradient_checkpointing = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        reset: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BackboneOutput:
+        """[B, T] token ids (or [B, T, D] embeddings) -> normed hidden states; arguments as in the language model."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        replayed = self.training and torch.is_grad_enabled() and any(
+            getattr(layer, "gradient_checkpointing", False) for layer in self.layers
+        )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if replayed:
+            if cache is not None:
+                raise ValueError("gradient checkpointing runs each layer twice and would write the cache twice")
+            use_cache = False
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        mask = _padding(attention_mask, hidden.shape[1])
+        states = [hidden]
+        for layer in self.layers:
+            hidden = layer(hidden, cache=cache, mask=mask, reset=reset)
+            states.append(hidden)
+        hidden = getattr(self, self.norm_name)(hidden)
+        collected = None
+        if output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
+            collected = (*(states[:-1] if self.embeddings_first else states[1:]), hidden)
+        return BackboneOutput(hidden, cache if use_cache else None, collected)
+
+
+def _padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The padding mask of this call, None where there is none to apply: a decoded token is never padding."""
+    if tokens == 1:
+        return None
+    mask = padding(attention_mask, tokens)
+    if mask is not None and not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
+
+
+class GraftedCausalLM(PreTrainedModel, GenerationMixin):
+    """A language model whose mixers are grafts."""
+
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _can_compile_fullgraph = True
+    output_class: ClassVar[type[ModelOutput]] = CausalLMOutput
+    logit_scale: ClassVar[float] = 1.0  # logits are head(hidden) times this
+
+    def finish(self) -> None:
+        """The last step of a family's constructor: what stays in float32 on loading, then the initial weights."""
+        kept = set(Graft.float32)
+        for module in self.modules():
+            if isinstance(module, MemoryRule):
+                kept.update(f"memory.{name}" for name, _ in module._float32_tensors())
+        self._keep_in_fp32_modules_strict = kept
+        self.post_init()
+
+    @property
+    def backbone_module(self) -> Backbone:
+        """The backbone, whatever the family calls it."""
+        return getattr(self, self.base_model_prefix)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.backbone_module.embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.backbone_module.embeddings = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.lm_head = value
+
+    @staticmethod
+    def create_masks_for_generate(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """Generation keeps the plain padding mask: there is no attention to mask."""
+        return attention_mask
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        reset: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache_params: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput | tuple:
+        """Next-token logits, and the loss if there are labels.
+
+        Args:
+            input_ids: [B, T], or inputs_embeds: [B, T, D].
+            attention_mask: [B, S >= T], 0 on padding, normally on the left.
+            cache: continues the text it holds, for any T, and is updated; with ``use_cache`` a new one is returned.
+            labels: [B, T], shifted inside; -100 is ignored.
+            reset: [B, T] bool, True on the first token of each packed document: no memory and no convolution reads
+                across it.
+            logits_to_keep: the last so many positions (0: all), or their indices.
+
+        Raises:
+            ValueError: packing was asked for in another way than ``reset``, which would be ignored.
+        """
+        given = [name for name in PACKING if kwargs.pop(name, None) is not None]
+        if given:
+            raise ValueError(f"{given[0]} is not read here: mark the first token of each document in reset [B, T]")
+        return_dict = return_dict if return_dict is not None else self.config.return_dict
+        out = self.backbone_module(
+            input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            cache=chosen(cache, cache_params, past_key_values),
+            reset=reset,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = out.last_hidden_state[:, kept]
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        result = self.output_class(loss, logits, out.cache, out.hidden_states)
+        return result if return_dict else result.to_tuple()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initial weights of one module. Tensors that were loaded are flagged by transformers and left alone."""
+        super()._init_weights(module)
+        if isinstance(module, MemoryRule):
+            _init_memory(module)
+        elif isinstance(module, Graft):
+            self._init_graft(module)
+
+    def _init_graft(self, graft: Graft) -> None:
+        raise NotImplementedError
+
+
+def _init_memory(memory: MemoryRule) -> None:
+    """Reset a memory's own tensors, except those that came from a checkpoint."""
+    tensors = [*memory.parameters(), *memory.buffers()]
+    loaded = [(tensor, tensor.clone()) for tensor in tensors if getattr(tensor, "_is_hf_initialized", False)]
+    if len(loaded) == len(tensors) or any(tensor.device.type == "meta" for tensor in tensors):
+        return
+    memory.reset_parameters()
+    for tensor, before in loaded:
+        tensor.copy_(before)
+
+
+def init_dt_bias(dt_bias: Tensor, low: float, high: float, floor: float) -> None:
+    """Draw dt log-uniformly from [low, high], at least ``floor``, and set the bias whose softplus it is."""
+    dt = torch.exp(torch.rand_like(dt_bias) * math.log(high / low) + math.log(low)).clamp(min=floor)
+    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))

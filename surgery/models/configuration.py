@@ -1,0 +1,176 @@
+"""Configurations of the models.
+
+transformers imports this file while it imports itself (see :mod:`surgery.registration`), so nothing but its
+configuration base class is needed here: not even its own Mamba2Config, whose keys are therefore repeated.
+
+``config.surgery`` says what was swapped: {"schema": 1, "rule": name, "layers": [indices], "options": {...}, "base":
+name}. Empty or missing, no layer is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What ``config.surgery`` says, checked."""
+
+    rule: str = "host"
+    layers: frozenset[int] = frozenset()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> Swap:
+        """Read ``config.surgery``.
+
+        Raises:
+            ValueError: another schema, a missing rule, or layers that are not distinct indices of this model.
+        """
+        swap = getattr(config, "surgery", None)
+        if not swap:
+            return cls()
+        if swap.get("schema") != SCHEMA:
+            raise ValueError(f"surgery.schema is {swap.get('schema')!r}; this release reads {SCHEMA}")
+        layers = swap.get("layers", [])
+        if len(set(layers)) != len(layers) or not all(
+            isinstance(layer, int) and 0 <= layer < config.num_hidden_layers for layer in layers
+        ):
+            raise ValueError(f"surgery.layers {layers} are not distinct indices below {config.num_hidden_layers}")
+        if not isinstance(swap.get("rule"), str):
+            raise ValueError("surgery.rule names no memory rule")
+        return cls(swap["rule"], frozenset(layers), dict(swap.get("options") or {}))
+
+
+class SurgeryMamba2Config(PreTrainedConfig):
+    """The keys and defaults of transformers' Mamba2Config, and what was swapped."""
+
+    model_type = "surgery_mamba2"
+
+    num_heads: int = 128
+    head_dim: int = 64
+    vocab_size: int = 32768
+    hidden_size: int = 4096
+    state_size: int = 128
+    num_hidden_layers: int = 64
+    layer_norm_epsilon: float = 1e-5
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    expand: int = 2
+    conv_kernel: int = 4
+    n_groups: int = 8
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    initializer_range: float = 0.1
+    residual_in_fp32: bool = True
+    time_step_rank: str | int = "auto"
+    time_step_min: float = 0.001
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    time_step_limit: list[float] | tuple[float, ...] = (0.0, float("inf"))
+    rescale_prenorm_residual: bool = False
+    use_cache: bool = True
+    chunk_size: int = 256
+    tie_word_embeddings: bool = False
+    surgery: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.time_step_rank == "auto":
+            self.time_step_rank = math.ceil(self.hidden_size / 16)
+        super().__post_init__(**kwargs)
+        _announce_models()
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Every layer is linear attention; transformers' cache asks."""
+        return ["linear_attention"] * self.num_hidden_layers
+
+
+class GatedDeltaNetConfig(PreTrainedConfig):
+    """flash-linear-attention's keys for ``gated_deltanet``; keys it adds that change nothing here are kept as they are.
+
+    A hybrid's ``attn`` and ``attnres_block_size`` are read and refused by the model.
+    """
+
+    model_type = "gated_deltanet"
+    keys_to_ignore_at_inference = ("past_key_values", "cache")
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 21
+    num_heads: int = 6
+    num_v_heads: int | None = None
+    head_dim: int = 256
+    expand_v: float = 2.0
+    use_gate: bool = True
+    output_gate_activation: str = "swish"
+    use_short_conv: bool = True
+    conv_size: int = 4
+    conv_bias: bool = False
+    allow_neg_eigval: bool = False
+    attn_mode: str = "chunk"
+    attn: Any = None
+    attnres_block_size: int | None = None
+    hidden_ratio: int | None = 4
+    intermediate_size: int | None = None
+    hidden_act: str = "swish"
+    norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Every layer is linear attention; transformers' cache asks."""
+        return ["linear_attention"] * self.num_hidden_layers
+
+    @property
+    def mlp_size(self) -> int:
+        """``intermediate_size``, or the multiple of 256 at or above two thirds of hidden_size * hidden_ratio."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        return -(-int(self.hidden_size * (self.hidden_ratio or 4) * 2 / 3) // 256) * 256
+
+
+class SurgeryGatedDeltaNetConfig(GatedDeltaNetConfig):
+    """GatedDeltaNetConfig and what was swapped."""
+
+    model_type = "surgery_gated_deltanet"
+
+    surgery: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        _announce_models()
+
+
+CONFIGURATIONS = (SurgeryMamba2Config, SurgeryGatedDeltaNetConfig)
+_announced = False
+
+
+def _announce_models() -> None:
+    """Let AutoModelForCausalLM know the model classes. Called by a configuration's first instance, which always comes
+    before the model and always after transformers has finished importing itself."""
+    global _announced
+    if _announced:
+        return
+    _announced = True
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    from surgery.models.gated_deltanet import SurgeryGatedDeltaNetForCausalLM
+    from surgery.models.mamba2 import SurgeryMamba2ForCausalLM
+
+    AutoModelForCausalLM.register(SurgeryMamba2Config, SurgeryMamba2ForCausalLM, exist_ok=True)
+    AutoModelForCausalLM.register(SurgeryGatedDeltaNetConfig, SurgeryGatedDeltaNetForCausalLM, exist_ok=True)

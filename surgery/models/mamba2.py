@@ -1,0 +1,129 @@
+"""Mamba-2 language models in transformers' ``mamba2`` layout, every mixer a graft.
+
+``Mamba2ForCausalLM`` reads and writes plain ``mamba2`` checkpoints; ``SurgeryMamba2ForCausalLM`` those with swapped
+layers. Layers that are not swapped hold the host's own rule, so the numbers do not depend on transformers' release.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
+
+from surgery.graft import Mamba2Graft
+from surgery.graft.base import RMSNorm
+from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.models.common import Backbone, GraftedCausalLM, MambaCausalLMOutput, init_dt_bias, layer_memory
+from surgery.models.configuration import SurgeryMamba2Config, Swap
+
+
+def refusal(config: Mamba2Config) -> str | None:
+    """Why a configuration cannot be run here, or None."""
+    inner = config.num_heads * config.head_dim
+    if inner != config.hidden_size * config.expand:
+        return f"num_heads * head_dim: {inner} is not hidden_size * expand, {config.hidden_size * config.expand}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"hidden_act: {config.hidden_act!r} is not supported, only silu"
+    if config.num_heads % config.n_groups:
+        return f"num_heads: {config.num_heads} is no multiple of n_groups {config.n_groups}"
+    low, high = config.time_step_limit
+    if not 0 <= low <= high:
+        return f"time_step_limit: {(low, high)} is no range of positive steps"
+    return None
+
+
+def geometry(config: Mamba2Config) -> MemoryGeometry:
+    """What a memory rule sees of one layer."""
+    return MemoryGeometry(
+        style="additive",
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_key_heads=config.n_groups,
+        key_dim=config.state_size,
+        value_dim=config.head_dim,
+    )
+
+
+def mixer(config: Mamba2Config, memory: MemoryRule, layer: int) -> Mamba2Graft:
+    """The graft of one layer."""
+    return Mamba2Graft(
+        memory,
+        layer_idx=layer,
+        conv_kernel=config.conv_kernel,
+        norm_eps=config.layer_norm_epsilon,
+        time_step_limit=tuple(config.time_step_limit),
+        use_bias=config.use_bias,
+        use_conv_bias=config.use_conv_bias,
+    )
+
+
+class Mamba2Block(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), the sum in float32 where ``residual_in_fp32``."""
+
+    def __init__(self, config: Mamba2Config, swap: Swap, layer: int) -> None:
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.mixer = mixer(config, layer_memory(swap, geometry(config), layer), layer)
+
+    def forward(self, hidden: Tensor, cache: Any = None, mask: Tensor | None = None, reset: Tensor | None = None):
+        residual = hidden.float() if self.residual_in_fp32 and hidden.dtype != torch.float64 else hidden
+        return residual + self.mixer(self.norm(hidden.to(self.norm.weight.dtype)), cache, mask, reset)
+
+
+class Mamba2Backbone(Backbone):
+    embeddings_first = False
+    norm_name = "norm_f"
+
+    def __init__(self, config: Mamba2Config) -> None:
+        super().__init__(config)
+        swap = Swap.of(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Mamba2Block(config, swap, layer) for layer in range(config.num_hidden_layers))
+        self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+
+
+class Mamba2ForCausalLM(GraftedCausalLM):
+    """A ``mamba2`` language model.
+
+    Raises:
+        ValueError: the configuration asks for something that is not supported; see :func:`refusal`.
+    """
+
+    config: Mamba2Config
+    config_class = Mamba2Config
+    base_model_prefix = "backbone"
+    output_class = MambaCausalLMOutput
+    _no_split_modules = ("Mamba2Block",)
+    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Mamba2Config) -> None:
+        super().__init__(config)
+        reason = refusal(config)
+        if reason is not None:
+            raise ValueError(reason)
+        self.backbone = Mamba2Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.finish()
+
+    def _init_graft(self, graft: Mamba2Graft) -> None:
+        config = self.config
+        init.copy_(graft.A_log, torch.arange(1, config.num_heads + 1, device=graft.A_log.device).float().log())
+        init.ones_(graft.D)
+        init_dt_bias(graft.dt_bias, config.time_step_min, config.time_step_max, config.time_step_floor)
+        init.kaiming_uniform_(graft.conv1d.weight, a=math.sqrt(5))
+        init.kaiming_uniform_(graft.out_proj.weight, a=math.sqrt(5))
+        if config.rescale_prenorm_residual and not getattr(graft.out_proj.weight, "_is_hf_initialized", False):
+            graft.out_proj.weight.div_(math.sqrt(config.num_hidden_layers))
+
+
+class SurgeryMamba2ForCausalLM(Mamba2ForCausalLM):
+    """A ``mamba2`` language model with swapped memories, as ``config.surgery`` says."""
+
+    config: SurgeryMamba2Config
+    config_class = SurgeryMamba2Config
