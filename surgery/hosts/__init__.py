@@ -65,7 +65,7 @@ def adapter_for(config: Mapping[str, Any]) -> HostAdapter:
         if model_type in adapter.model_types:
             return adapter
     if model_type is None:
-        hint = "; it looks like mamba_ssm's own: convert it to transformers' mamba2 first" if "ssm_cfg" in config else ""
+        hint = "; it looks like mamba_ssm's own, convert it to transformers' first" if "ssm_cfg" in config else ""
         raise UsageError(f"config.json: no model_type{hint}\nsupported: {supported()}")
     reason = REFUSED.get(model_type, "unsupported architecture")
     raise UsageError(f"config.json: model_type {model_type!r}: {reason}\nsupported: {supported()}")
