@@ -107,7 +107,7 @@ def stream_losses(
     """
     require_context(tokens, 2)
     device = next(model.parameters()).device
-    reader = _Reader(model)
+    reader = Reader(model)
     if reader.cache_name is None:
         raise UsageError(f"{type(model).__name__} takes no cache, so no state can be carried on; measure in windows")
     if reader.head is None:
@@ -139,7 +139,7 @@ def window_losses(
     if context < 2:
         raise UsageError(f"a window of {context} tokens predicts nothing; use 2 or more")
     device = next(model.parameters()).device
-    reader = _Reader(model)
+    reader = Reader(model)
     count = len(tokens) // context
     windows = tokens.ids[: count * context].view(count, context)
     rows = max(1, (batch_tokens if reader.head is not None else HEAD_TOKENS) // context)
@@ -220,7 +220,7 @@ def _finite(nll: Tensor, model: nn.Module) -> Tensor:
     return nll
 
 
-class _Reader:
+class Reader:
     """A model as hidden states and a head where its logits are no more than that, as a whole otherwise."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,0 +1,214 @@
+"""How long each layer remembers: the forgetting horizon N_t = 1 / (1 - alpha_t) of every head on a text.
+
+alpha_t = exp(g_t) is a head's decay at token t and N_t the number of tokens over which evidence adds up (Palimpsa,
+arXiv 2602.09075, section 2.2). N_t is formed from the log decay as -1 / expm1(g), which keeps its digits where alpha_t
+rounds to 1, and is capped at 2^24 tokens; the share that was capped is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.errors import JobError, UsageError
+from surgery.evaluation.perplexity import Reader, evaluating
+from surgery.evaluation.text import Tokens, require_context
+from surgery.memory.base import MemoryInputs
+
+METRICS = ("mean", "log-mean", "median")
+CAP = 2.0**24
+BINS_PER_OCTAVE = 256  # of the histogram behind the quantiles: 0.3% wide
+_BINS = 24 * BINS_PER_OCTAVE + 1
+
+
+def horizon(log_decay: Tensor) -> Tensor:
+    """N = 1 / (1 - exp(log_decay)) in tokens, capped at 2^24; 1 at -inf, the cap at 0."""
+    return (-1.0 / torch.expm1(log_decay.double())).clamp(1.0, CAP)
+
+
+@dataclass(frozen=True)
+class LayerHorizon:
+    """One layer's figures in tokens, over all tokens and heads unless said otherwise.
+
+    Attributes:
+        mean: arithmetic mean of N_t. log_mean: exp of the mean of log N_t. median, p10, p90: quantiles, to 0.3%.
+        alpha: mean of alpha_t. capped: share of values at the cap.
+        heads: mean of N_t over tokens, a head. heads_log_mean: the same for the log-mean.
+        tokens: tokens read; None for the estimate without data.
+        rule: the memory's rule. dose: its dose, None for the host's rule.
+        diagnostics: figures a head of an upgraded layer's state after the text, by name.
+    """
+
+    layer: int
+    mean: float
+    log_mean: float
+    median: float
+    p10: float
+    p90: float
+    alpha: float
+    capped: float
+    heads: list[float]
+    heads_log_mean: list[float]
+    tokens: int | None
+    rule: str = "host"
+    dose: float | None = None
+    diagnostics: dict[str, list[float]] | None = None
+
+    def figure(self, metric: str) -> float:
+        """The figure that ``metric`` ranks by."""
+        check_metric(metric)
+        return {"mean": self.mean, "log-mean": self.log_mean, "median": self.median}[metric]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_metric(metric: str) -> None:
+    """Refuse an unknown metric.
+
+    Raises:
+        UsageError: listing those there are.
+    """
+    if metric not in METRICS:
+        raise UsageError(f"--metric {metric}: choose one of {', '.join(METRICS)}")
+
+
+class HorizonMeter:
+    """Figures of one layer, accumulated over calls in constant memory."""
+
+    def __init__(self, num_heads: int, device: torch.device | str = "cpu") -> None:
+        self.tokens = 0
+        self._sum = torch.zeros(num_heads, dtype=torch.float64, device=device)
+        self._log_sum = torch.zeros_like(self._sum)
+        self._alpha = torch.zeros_like(self._sum)
+        self._capped = torch.zeros((), dtype=torch.int64, device=device)
+        self._bins = torch.zeros(_BINS, dtype=torch.int64, device=device)
+
+    def add(self, log_decay: Tensor) -> None:
+        """Count [..., H] log decays."""
+        log_decay = log_decay.detach().double().flatten(0, -2)
+        values = horizon(log_decay)
+        self.tokens += values.shape[0]
+        self._sum += values.sum(0)
+        self._log_sum += values.log().sum(0)
+        self._alpha += log_decay.exp().sum(0)
+        self._capped += (values >= CAP).sum()
+        index = (values.log2() * BINS_PER_OCTAVE).long().clamp_(0, _BINS - 1)
+        self._bins += torch.bincount(index.flatten(), minlength=_BINS)
+
+    def quantile(self, share: float) -> float:
+        """The value below which ``share`` of all tokens and heads lie, linear in log N inside a bin."""
+        counts = self._bins.cpu().double()
+        below = counts.cumsum(0)
+        goal = share * below[-1].item()
+        index = int(torch.searchsorted(below, goal).clamp_max(_BINS - 1))
+        inside = (goal - (below[index - 1].item() if index else 0.0)) / max(counts[index].item(), 1.0)
+        return min(2.0 ** ((index + min(max(inside, 0.0), 1.0)) / BINS_PER_OCTAVE), CAP)
+
+    def result(self, layer: int, *, measured: bool = True, **about: Any) -> LayerHorizon:
+        """The figures so far."""
+        heads = self._sum.numel()
+        count = self.tokens * heads
+        return LayerHorizon(
+            layer=layer,
+            mean=self._sum.sum().item() / count,
+            log_mean=math.exp(self._log_sum.sum().item() / count),
+            median=self.quantile(0.5),
+            p10=self.quantile(0.1),
+            p90=self.quantile(0.9),
+            alpha=self._alpha.sum().item() / count,
+            capped=self._capped.item() / count,
+            heads=(self._sum / self.tokens).tolist(),
+            heads_log_mean=(self._log_sum / self.tokens).exp().tolist(),
+            tokens=self.tokens if measured else None,
+            **about,
+        )
+
+
+def measure_horizons(
+    model: nn.Module,
+    mixers: Mapping[int, nn.Module],
+    tokens: Tokens,
+    *,
+    segment: int = 2048,
+    progress: Callable[[int], Any] | None = None,
+) -> list[LayerHorizon]:
+    """Stream a text through the model and watch each mixer's memory, the state carried on from segment to segment.
+
+    Args:
+        model: a causal language model whose mixers are grafts.
+        mixers: the graft of each layer, as a host adapter names them.
+        tokens: the text.
+        segment: tokens a call.
+        progress: called with the number of tokens just read.
+
+    Returns:
+        The figures of each layer, in order of layers; with ``diagnostics`` where the memory is not the host's.
+
+    Raises:
+        UsageError: the text is empty.
+        JobError: a decay that is not a number.
+    """
+    require_context(tokens, 1)
+    device = next(model.parameters()).device
+    meters = {layer: HorizonMeter(mixer.geometry.num_heads, device) for layer, mixer in mixers.items()}
+    states: dict[int, Tensor] = {}
+
+    def watch(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+            inputs: MemoryInputs = args[0]
+            if torch.isnan(inputs.log_decay).any():
+                raise JobError(f"layer {layer}: a decay is not a number; the weights hold NaN or the dtype overflows")
+            meters[layer].add(inputs.log_decay)
+            if module.rule != "host":
+                states[layer] = output[1]
+
+        return hook
+
+    handles = [mixer.memory.register_forward_hook(watch(layer)) for layer, mixer in mixers.items()]
+    reader = Reader(model)
+    try:
+        with evaluating(model):
+            for start in range(0, len(tokens), segment):
+                ids = tokens.ids[start : start + segment].to(device)
+                reader.read(ids[None], carry=True)
+                if progress is not None:
+                    progress(ids.numel())
+            figures = []
+            for layer in sorted(mixers):
+                memory = mixers[layer].memory
+                about: dict[str, Any] = {"rule": memory.rule}
+                if layer in states:
+                    about["dose"] = memory.dose.item()
+                    found = memory.diagnostics(states[layer])
+                    about["diagnostics"] = {name: value.double().tolist() for name, value in found.items()}
+                figures.append(meters[layer].result(layer, **about))
+            return figures
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def static_horizons(log_decay: Mapping[int, Tensor]) -> list[LayerHorizon]:
+    """The estimate without data: each head's decay where its input projection gives 0, from A_log and dt_bias.
+
+    Args:
+        log_decay: [H] of each layer, as a host adapter's ``static_log_decay`` gives it.
+    """
+    figures = []
+    for layer in sorted(log_decay):
+        meter = HorizonMeter(log_decay[layer].numel())
+        meter.add(log_decay[layer][None])
+        figures.append(meter.result(layer, measured=False))
+    return figures
+
+
+def ranked(figures: list[LayerHorizon], metric: str = "mean") -> list[LayerHorizon]:
+    """By ``metric``, the longest memory first; equal layers in order."""
+    check_metric(metric)
+    return sorted(figures, key=lambda figure: (-figure.figure(metric), figure.layer))

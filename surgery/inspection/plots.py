@@ -1,0 +1,85 @@
+"""The inspection as a picture: each layer's horizon and its heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+
+from surgery.evaluation.plots import new_figure, save_figure
+from surgery.inspection.horizon import LayerHorizon
+
+CHOSEN, OTHER = "#c1440e", "#9db4c0"
+
+
+def plot_horizons(
+    figures: list[LayerHorizon], metric: str, chosen: Collection[int], title: str, path: str | Path
+) -> Path:
+    """Bars of each layer's figure with its 10th to 90th percentile, beside the heat map of layers and heads.
+
+    Args:
+        figures: one a layer; drawn in order of layers.
+        chosen: the marked layers.
+        title: what was measured, on what.
+        path: the suffix (.png, .pdf, .svg) says the format.
+    """
+    from matplotlib.colors import LogNorm
+
+    figures = sorted(figures, key=lambda figure: figure.layer)
+    rows = len(figures)
+    heads = max(len(figure.heads) for figure in figures)
+    height = min(16.0, max(3.6, 1.6 + 0.28 * rows))
+    picture = new_figure(min(20.0, 7.5 + 0.16 * heads), height)
+    bars, heat = picture.subplots(1, 2, width_ratios=[1, 1.6])
+    places = range(rows)
+    colours = [CHOSEN if figure.layer in chosen else OTHER for figure in figures]
+    values = [figure.figure(metric) for figure in figures]
+    bars.barh(places, values, color=colours, height=0.7, left=0)
+    spread = ([figure.p10 for figure in figures], [figure.p90 for figure in figures])
+    bars.hlines(places, *spread, color="black", linewidth=1)
+    bars.set_xscale("log")
+    bars.set_xlim(left=max(0.8, 0.7 * min(*spread[0], *values)))
+    bars.set_ylim(rows - 0.5, -0.5)
+    bars.set_xlabel(f"N_t in tokens: {metric}; line: 10th to 90th percentile")
+    bars.set_ylabel("layer")
+    bars.grid(axis="x", alpha=0.25)
+
+    grid = [figure.heads + [math.nan] * (heads - len(figure.heads)) for figure in figures]
+    least = min(min(figure.heads) for figure in figures)
+    most = max(max(figure.heads) for figure in figures)
+    norm = LogNorm(vmin=least, vmax=max(most, 1.01 * least))
+    image = heat.imshow(grid, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
+    heat.set_xlabel("head")
+    heat.set_xticks(_ticks(heads, 20))
+    picture.colorbar(image, ax=heat, label="N_t in tokens, mean of a head")
+    if rows * heads <= 160:
+        for row, figure in enumerate(figures):
+            for column, value in enumerate(figure.heads):
+                bright = norm(value) > 0.6
+                colour = "black" if bright else "white"
+                heat.text(column, row, _short(value), ha="center", va="center", fontsize=7, color=colour)
+
+    step = max(1, math.ceil(rows / 64))
+    shown = [row for row in places if row % step == 0 or figures[row].layer in chosen]
+    for axis in (bars, heat):
+        axis.set_yticks(shown, [str(figures[row].layer) for row in shown], fontsize=8 if rows <= 40 else 6)
+        for label, row in zip(axis.get_yticklabels(), shown, strict=True):
+            if figures[row].layer in chosen:
+                label.set_color(CHOSEN)
+                label.set_fontweight("bold")
+    picture.suptitle(title, fontsize=10)
+    return save_figure(picture, path)
+
+
+def _ticks(count: int, most: int) -> list[int]:
+    step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 1000) if count / step <= most)
+    return list(range(0, count, step))
+
+
+def _short(value: float) -> str:
+    """At most five characters: 7.3, 142, 12k, 3.4M."""
+    for scale, unit in ((1e6, "M"), (1e4, "k")):
+        if value >= scale:
+            scale = 1e6 if unit == "M" else 1e3
+            return f"{value / scale:.1f}{unit}" if value < 10 * scale else f"{value / scale:.0f}{unit}"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
