@@ -96,11 +96,12 @@ def tokenise(corpus: Path, tokenizer_path: Path, recall_tokens: int, seed: int, 
     files = book_files(corpus)
     workers = workers or os.cpu_count() or 1
     jobs = max(len(files), min(workers, 1 + recall_tokens // 500_000))
+    share = recall_tokens // jobs
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         books = [pool.submit(_encode_books, tokenizer_path, path) for path in files]
         code = pool.submit(_encode_code, tokenizer_path)
         recall = [
-            pool.submit(_encode_recall, tokenizer_path, files[job % len(files)], 1000 * seed + job, recall_tokens // jobs)
+            pool.submit(_encode_recall, tokenizer_path, files[job % len(files)], 1000 * seed + job, share)
             for job in range(jobs)
         ]
         return {

@@ -1,0 +1,126 @@
+"""How the bundled bases were made, step by step:
+
+    python -m surgery.pretraining tokenizer --corpus DIR --output DIR
+    python -m surgery.pretraining tokens    --corpus DIR --tokenizer DIR --output FILE.npy --tokens 300M
+    python -m surgery.pretraining train     --base tiny-mamba2 --stream FILE.npy --tokenizer DIR --output DIR
+
+``DIR`` of the corpus holds books-<number>.txt.xz, books separated by a line with U+001E. ``train`` runs on a GPU in
+minutes; with ``--text FILE`` it measures the exported model on a text that was not trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from surgery.errors import UserError
+
+
+def count(text: str) -> int:
+    """A number of tokens, with K, M or B."""
+    scale = {"K": 10**3, "M": 10**6, "B": 10**9}.get(text[-1:].upper())
+    return int(float(text[:-1]) * scale) if scale else int(text)
+
+
+def make_tokenizer(options: argparse.Namespace) -> None:
+    from surgery.pretraining.data import tokenizer_sample
+    from surgery.pretraining.tokenizer import save_tokenizer, train_tokenizer
+
+    save_tokenizer(train_tokenizer(tokenizer_sample(options.corpus, options.seed)), options.output)
+
+
+def make_tokens(options: argparse.Namespace) -> None:
+    import numpy as np
+
+    from surgery.pretraining.data import SHARES, mix, tokenise
+
+    started = time.monotonic()
+    wanted = int(options.tokens * SHARES["recall"])
+    documents = tokenise(options.corpus, options.tokenizer, wanted, options.seed, options.workers)
+    sizes = {name: sum(map(len, arrays)) for name, arrays in documents.items()}
+    print(f"tokens at hand: {sizes} after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    np.save(options.output, mix(documents, options.tokens, options.seed))
+    print(f"mixed after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def run_training(options: argparse.Namespace) -> None:
+    import numpy as np
+    import torch
+    from transformers import AutoTokenizer
+
+    from surgery.evaluation.text import load_text
+    from surgery.pretraining.bases import base_config
+    from surgery.pretraining.evaluate import evaluate
+    from surgery.pretraining.export import export_base, round_to_stored
+    from surgery.pretraining.train import Settings, train, write_report
+
+    chosen = {name: value for name in Settings.__dataclass_fields__ if (value := getattr(options, name)) is not None}
+    settings = Settings(**chosen)
+    model, report = train(
+        options.base,
+        np.load(options.stream, mmap_mode="r"),
+        settings,
+        options.device,
+        checkpoint=options.checkpoint,
+    )
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_report(report, options.output / "training.json")
+    if not options.no_export:
+        round_to_stored(model)
+        size = export_base(model, base_config(options.base), options.tokenizer, options.output)
+        print(f"{options.base}: {size} bytes of weights in {options.output}", file=sys.stderr, flush=True)
+    if options.text:
+        torch.set_float32_matmul_precision("highest")
+        text = load_text(options.text)
+        result = evaluate(model, AutoTokenizer.from_pretrained(options.tokenizer), text.text, name=text.name)
+        write_report(result, options.output / "evaluation.json")
+        print(f"{options.base}: {result['bars']}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    from surgery.pretraining.train import Settings
+
+    parser = argparse.ArgumentParser(
+        prog="python -m surgery.pretraining", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    tokenizer = commands.add_parser("tokenizer", help="train the tokenizer")
+    tokenizer.set_defaults(run=make_tokenizer)
+    tokens = commands.add_parser("tokens", help="tokenise, generate recall documents, mix and shuffle")
+    tokens.set_defaults(run=make_tokens)
+    tokens.add_argument("--tokens", type=count, default=Settings.tokens)
+    tokens.add_argument("--workers", type=int)
+    for command in (tokenizer, tokens):
+        command.add_argument("--corpus", type=Path, required=True)
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--output", type=Path, required=True)
+
+    training = commands.add_parser("train", help="train a base, export it and measure it")
+    training.set_defaults(run=run_training)
+    training.add_argument("--base", required=True)
+    training.add_argument("--stream", type=Path, required=True)
+    training.add_argument("--output", type=Path, required=True)
+    training.add_argument("--device", default="cuda")
+    training.add_argument("--checkpoint", type=Path, help="a file to continue from and to renew")
+    training.add_argument("--text", help="a text to measure the exported model on")
+    training.add_argument("--no-export", action="store_true")
+    for name, field in Settings.__dataclass_fields__.items():
+        kind = count if name == "tokens" else type(field.default)
+        training.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"default {field.default}")
+    for command in (tokens, training):
+        command.add_argument("--tokenizer", type=Path, required=True)
+
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

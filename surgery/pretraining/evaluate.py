@@ -1,0 +1,150 @@
+"""Measure a base against its bars on any text file:
+
+    python -m surgery.pretraining.evaluate bundled:tiny-mamba2 --text FILE
+
+Bits a byte with the state carried on over the whole file, recall of needles in it by length and depth, and how far the
+layers' forgetting horizons spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from surgery.errors import UserError
+from surgery.evaluation.perplexity import stream_losses
+from surgery.evaluation.recall import KINDS, needle_recall
+from surgery.evaluation.text import Tokens, encode, load_text
+from surgery.graft import Graft
+from surgery.pretraining.bases import CONTEXT
+
+BITS_PER_BYTE = 1.45  # at most
+RECALL = 0.8  # at least, at 256 tokens
+SPREAD = 5.0  # at least, largest over smallest mean horizon of a layer
+LENGTHS = (256, 512, CONTEXT, 2 * CONTEXT, 4 * CONTEXT, 8 * CONTEXT)
+HORIZON_CAP = 2.0**24
+HORIZON_TOKENS = 65536
+
+
+def horizons(model: torch.nn.Module, tokens: Tokens) -> dict[str, Any]:
+    """Each layer's mean forgetting horizon N = 1/(1 - alpha) over heads and tokens; the largest over the smallest."""
+    sums: dict[int, list[float]] = {}
+
+    def watch(layer: int):
+        def hook(_module, arguments, _result) -> None:
+            horizon = (-1 / torch.expm1(arguments[0].log_decay.double())).clamp(max=HORIZON_CAP)
+            total = sums.setdefault(layer, [0.0, 0.0, 0.0])
+            total[0] += horizon.sum().item()
+            total[1] += horizon.log().sum().item()
+            total[2] += horizon.numel()
+
+        return hook
+
+    grafts = [module for module in model.modules() if isinstance(module, Graft)]
+    handles = [graft.memory.register_forward_hook(watch(graft.layer_idx)) for graft in grafts]
+    try:
+        stream_losses(model, tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    means = [sums[layer][0] / sums[layer][2] for layer in sorted(sums)]
+    logs = [float(torch.tensor(sums[layer][1] / sums[layer][2]).exp()) for layer in sorted(sums)]
+    return {"mean": means, "log_mean": logs, "spread": max(means) / min(means), "tokens": len(tokens)}
+
+
+def evaluate(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    text: str,
+    *,
+    name: str = "text",
+    lengths: Sequence[int] = LENGTHS,
+    samples: int = 20,
+    kinds: Sequence[str] = KINDS[:2],
+    limit: int | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Bits a byte, recall and horizons of ``model`` on ``text``, with the bars beside them.
+
+    Args:
+        kinds: of needles; the bar is read from the first.
+        limit: tokens of the text for bits a byte; all by default.
+    """
+    started = time.monotonic()
+    tokens = encode(tokenizer, text, limit)
+    losses = stream_losses(model, tokens, segment=8192 if next(model.parameters()).is_cuda else 2048)
+    say(f"bits a byte {losses.bits_per_byte:.4f} over {losses.num_bytes} bytes ({time.monotonic() - started:.0f} s)")
+    head = Tokens(tokens.ids[:HORIZON_TOKENS], tokens.ends[:HORIZON_TOKENS], tokens.name)
+    spread = horizons(model, head)
+    say(f"mean horizons by layer {[round(mean, 1) for mean in spread['mean']]}, spread {spread['spread']:.1f}")
+    recall = {}
+    for kind in kinds:
+        recall[kind] = needle_recall(model, tokenizer, text, lengths, samples=samples, seed=seed, kind=kind)
+        curve = {item["length"]: round(item["fraction"], 3) for item in recall[kind]["lengths"]}
+        say(f"recall of {kind} {curve} ({time.monotonic() - started:.0f} s)")
+    first = recall[kinds[0]]["lengths"][0]
+    return {
+        "text": name,
+        "language": losses.as_dict(),
+        "horizons": spread,
+        "recall": recall,
+        "bars": {
+            "bits_per_byte": {"bar": BITS_PER_BYTE, "measured": losses.bits_per_byte},
+            f"recall at {first['length']}": {"bar": RECALL, "measured": first["fraction"]},
+            "horizon spread": {"bar": SPREAD, "measured": spread["spread"]},
+        },
+    }
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m surgery.pretraining.evaluate", description=__doc__)
+    parser.add_argument("model", help="bundled:NAME or a checkpoint directory")
+    parser.add_argument("--text", required=True, help="a text file, .xz allowed, or 'bundled'")
+    parser.add_argument("--limit", type=int, help="read only so many tokens for bits a byte")
+    parser.add_argument("--samples", type=int, default=20, help="needles for each length and depth")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of needle prompts")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS[:2]))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", metavar="FILE", help="write the result there instead of to stdout")
+    options = parser.parse_args(arguments)
+    from transformers import AutoTokenizer
+
+    from surgery.hosts import load_model, resolve
+
+    try:
+        path = resolve(options.model)
+        model = load_model(path, dtype=torch.float32, device=options.device)
+        text = load_text(options.text)
+        result = evaluate(
+            model,
+            AutoTokenizer.from_pretrained(path),
+            text.text,
+            name=text.name,
+            lengths=options.lengths,
+            samples=options.samples,
+            kinds=options.kinds,
+            limit=options.limit,
+        )
+    except UserError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    written = json.dumps(result, indent=1)
+    if options.json:
+        Path(options.json).write_text(written + "\n", encoding="utf-8")
+    else:
+        print(written)
+
+
+if __name__ == "__main__":
+    main()
