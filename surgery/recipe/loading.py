@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from surgery.errors import UsageError
 from surgery.recipe.document import Document, KeyPath, failure, override, read_document
-from surgery.recipe.schema import Recipe, suggestion
+from surgery.recipe.fields import suggestion
+from surgery.recipe.schema import Recipe
 from surgery.recipe.semantics import problems
 
 # what a section looks like, for the remedy when it is something else or absent

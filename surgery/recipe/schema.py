@@ -1,173 +1,40 @@
 """The recipe's keys, types and defaults.
 
-Every leaf type says in its error what to write instead; what two keys mean together is in
-:mod:`surgery.recipe.semantics`.
+Leaf types are in :mod:`surgery.recipe.fields`; what two keys mean together is in :mod:`surgery.recipe.semantics`.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PrivateAttr, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag
 
 from surgery.recipe.document import Document, KeyPath
-from surgery.recipe.sizes import parse_bytes, parse_count
+from surgery.recipe.fields import (
+    Bytes,
+    Count,
+    Fraction,
+    Index,
+    Name,
+    NotNegative,
+    Pair,
+    Positive,
+    Rate,
+    Switch,
+    Text,
+    Trainable,
+    Unit,
+    Warmup,
+    one_of,
+)
 
 RULES = ("palimpsa", "bayesian", "host")
 KINDS = ("hidden", "logits", "next-token", "instruct")
-TRAINABLE = ("swapped", "swapped-memory", "all")
 METRICS = ("mean", "log-mean", "median")
 BUNDLED_MODELS = "bundled:"
-
-
-def _checked(check: Callable[[Any], Any], remedy: str) -> BeforeValidator:
-    """A validator whose failures carry ``remedy`` beside the reason that ``check`` raised."""
-
-    def validate(value: Any) -> Any:
-        try:
-            return check(value)
-        except ValueError as error:
-            raise PydanticCustomError("recipe", "{problem}", {"problem": str(error), "remedy": remedy}) from None
-
-    return BeforeValidator(validate)
-
-
-def _count(value: Any) -> int:
-    number = parse_count(value)
-    if number < 1:
-        raise ValueError(f"{value!r} is less than 1")
-    return number
-
-
-def _index(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{value!r} is not a whole number")
-    if value < 0:
-        raise ValueError(f"{value} is negative")
-    return value
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(f"{value!r} is not a number")
-    try:
-        number = float(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is not a number") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{value} is not a finite number")
-    return number
-
-
-def _positive(value: Any) -> float:
-    if (number := _number(value)) <= 0:
-        raise ValueError(f"{value} is not above 0")
-    return number
-
-
-def _not_negative(value: Any) -> float:
-    if (number := _number(value)) < 0:
-        raise ValueError(f"{value} is negative")
-    return number
-
-
-def _unit(value: Any) -> float:
-    if not 0 <= (number := _number(value)) <= 1:
-        raise ValueError(f"{value} is not between 0 and 1")
-    return number
-
-
-def _fraction(value: Any) -> float:
-    if not 0 < (number := _number(value)) <= 1:
-        raise ValueError(f"{value} is not above 0 and at most 1")
-    return number
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{value!r} is not text")
-    return value
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", value):
-        raise ValueError(f"{value!r} cannot name a folder")
-    return value
-
-
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def choose(value: Any, allowed: tuple[str, ...]) -> str:
-    """``value`` if it is one of ``allowed``; otherwise a ValueError with a suggestion."""
-    if isinstance(value, str) and value in allowed:
-        return value
-    raise ValueError(f"{value!r} is not one of {', '.join(allowed)}{suggestion(value, allowed)}")
-
-
-def suggestion(word: Any, known: tuple[str, ...] | list[str]) -> str:
-    """`` (did you mean 'x'?)`` or nothing."""
-    near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-def _warmup(value: Any) -> int | float:
-    number = _number(value)
-    if number < 0:
-        raise ValueError(f"{value} is negative")
-    if number >= 1 and number != int(number):
-        raise ValueError(f"{value} is neither whole steps nor a fraction below 1")
-    return number if 0 < number < 1 else int(number)
-
-
-def _trainable(value: Any) -> str | tuple[str, ...]:
-    if isinstance(value, list):
-        if not value or not all(isinstance(item, str) and item for item in value):
-            raise ValueError("the list of name patterns is empty or holds something other than text")
-        return tuple(value)
-    return choose(value, TRAINABLE)
-
-
-def _pair(value: Any) -> tuple[float, float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{value!r} is not a pair of numbers")
-    low, high = _number(value[0]), _number(value[1])
-    if low > high:
-        raise ValueError(f"{low} is above {high}")
-    return low, high
-
-
-def _one_of(*allowed: str) -> BeforeValidator:
-    return _checked(lambda value: choose(value, allowed), f"write one of {', '.join(allowed)}")
-
-
-_SIZE_REMEDY = "write a whole number or a size such as 2k, 300M or 1.5B"
-Count = Annotated[int, _checked(_count, _SIZE_REMEDY)]
-Index = Annotated[int, _checked(_index, "write a whole number, 0 or more")]
-Bytes = Annotated[int, _checked(lambda value: max(parse_bytes(value), 1), "write a size such as 5GB or 500MB")]
-_RATE_REMEDY = "write a positive number such as 1.0e-3, or {memory: 1.0e-3, host: 1.0e-4}"
-Rate = Annotated[float, _checked(_positive, _RATE_REMEDY)]
-Positive = Annotated[float, _checked(_positive, "write a positive number such as 1.0")]
-NotNegative = Annotated[float, _checked(_not_negative, "write a number, 0 or more")]
-Unit = Annotated[float, _checked(_unit, "write a number from 0 to 1")]
-Fraction = Annotated[float, _checked(_fraction, "write a fraction of the phase such as 0.5")]
-Text = Annotated[str, _checked(_text, "write a name or a path")]
-Name = Annotated[str, _checked(_name, "use up to 40 letters, digits, '-' and '_'")]
-Switch = Annotated[bool, _checked(_switch, "write true or false")]
-Pair = Annotated[tuple[float, float], _checked(_pair, "write [low, high], such as [0.1, 1.0]")]
-Warmup = Annotated[int | float, _checked(_warmup, "write steps such as 200, or a fraction such as 0.1")]
-Trainable = Annotated[
-    str | tuple[str, ...], _checked(_trainable, f"write one of {', '.join(TRAINABLE)}, or a list of name patterns")
-]
 
 
 def _union(pick: Callable[[Any], str | None], remedy: str) -> Discriminator:
@@ -191,7 +58,7 @@ class LayerChoice(Section):
     top: Count | None = None
     bottom: Count | None = None
     random: Count | None = None
-    by: Annotated[Literal[METRICS], _one_of(*METRICS)] = "mean"
+    by: Annotated[Literal[METRICS], one_of(*METRICS)] = "mean"
     seed: Index = 0
 
 
@@ -250,20 +117,20 @@ LearningRate = Annotated[
 class Memory(Section):
     """The rule that takes the host's place, how it starts, and the rule's own options."""
 
-    rule: Annotated[Literal[RULES], _one_of(*RULES)]
-    start: Annotated[Literal["exact", "paper"], _one_of("exact", "paper")] = "exact"
+    rule: Annotated[Literal[RULES], one_of(*RULES)]
+    start: Annotated[Literal["exact", "paper"], one_of("exact", "paper")] = "exact"
     rank: Count | None = None
     b_scale: Pair = (0.1, 1.0)
     learn_prior: Switch = False
-    noise: Annotated[Literal["restoring", "constant"], _one_of("restoring", "constant")] = "restoring"
-    retention: Unit | None = None
+    noise: Annotated[Literal["restoring", "constant"], one_of("restoring", "constant")] = "restoring"
+    retention: Unit = 1.0
     noise_groups: Count = 1
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that the recipe sets, as the memory rule's constructor takes them."""
-        names = [name for names in OPTIONS_OF.values() for name in names]
-        return {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        """The options that the recipe sets, as the memory rule's constructor takes them: plain JSON values."""
+        given = {name: getattr(self, name) for name in OPTIONS_OF[self.rule] if name in self.model_fields_set}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 # which rule each option belongs to
@@ -299,13 +166,13 @@ class Phase(Section):
     """One stage of adaptation."""
 
     name: Name | None = None
-    kind: Annotated[Literal[KINDS], _one_of(*KINDS)]
+    kind: Annotated[Literal[KINDS], one_of(*KINDS)]
     tokens: Count | None = None
     steps: Count | None = None
     context: Count = 2048
     batch: Count = 64_000
     learning_rate: LearningRate = 1.0e-3
-    schedule: Annotated[Literal["cosine", "constant", "wsd"], _one_of("cosine", "constant", "wsd")] = "cosine"
+    schedule: Annotated[Literal["cosine", "constant", "wsd"], one_of("cosine", "constant", "wsd")] = "cosine"
     warmup: Warmup = 200
     trainable: Trainable = "swapped"
     dose: Dose | None = None
@@ -361,7 +228,7 @@ class Evaluation(Section):
 class Export(Section):
     """What `export` writes."""
 
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], _one_of("float32", "bfloat16", "float16")] = "bfloat16"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], one_of("float32", "bfloat16", "float16")] = "bfloat16"
     shard_size: Bytes = 5_000_000_000
 
 
@@ -397,12 +264,32 @@ class Recipe(Section):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return tuple(self._document.overridden.values())
+        return tuple(dict.fromkeys(self._document.overridden.values()))
 
     @property
     def bundled(self) -> bool:
         """Whether the base is one that ships with the package."""
         return self.model.startswith(BUNDLED_MODELS)
+
+    @property
+    def evaluation_text(self) -> Any:
+        """The text to measure on, which training never reads where it is the bundled one."""
+        return plain(self.evaluation.text)
+
+    @property
+    def layers_text(self) -> str:
+        """The choice of layers in a few words: ``top 8 by mean``, ``5, 11, 17, 23``."""
+        choice = self.layers
+        if not isinstance(choice, LayerChoice):
+            return ", ".join(map(str, choice))
+        if choice.random is not None:
+            return f"random {choice.random}, seed {choice.seed}"
+        key = "top" if choice.top is not None else "bottom"
+        return f"{key} {getattr(choice, key)} by {choice.by}"
+
+    def where(self, path: KeyPath) -> str:
+        """``file:line`` of a key, or the override that set it."""
+        return self._document.where(path)
 
     def error(self, path: KeyPath, problem: str, remedy: str) -> Exception:
         """A UsageError that points at ``path`` in the recipe, for checks that need more than the recipe."""

@@ -1,0 +1,83 @@
+"""``run.json``: what a run directory holds and how far it got."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from surgery.checkpoint.staging import write_atomic
+from surgery.errors import UsageError
+
+FILE = "run.json"
+SCHEMA = 1
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PhaseRecord(_Record):
+    """One phase: where it stands, and what was measured at its end."""
+
+    name: str
+    kind: str
+    status: Literal["pending", "running", "finished"] = "pending"
+    steps: int = 0
+    tokens: int = 0
+    figures: dict[str, Any] = Field(default_factory=dict)
+
+
+class RunManifest(_Record):
+    """A run: its base, the resolved layers, the drift of the swap, its phases."""
+
+    schema_version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    surgery: str  # the version of this package that wrote it
+    recipe: str
+    overrides: list[str] = Field(default_factory=list)
+    base: str
+    revision: str | None = None
+    layers: list[int]
+    rule: str
+    exact: bool
+    drift: dict[str, Any] | None = None
+    phases: list[PhaseRecord] = Field(default_factory=list)
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+
+def read_manifest(run: Path) -> RunManifest:
+    """The manifest of a run directory.
+
+    Raises:
+        UsageError: there is none, it is damaged, or another version wrote it.
+    """
+    path = Path(run) / FILE
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{run}: holds no {FILE}, so it is no run\n  make one with: surgery distill RECIPE") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}\n  start the run again in a new directory") from None
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise UsageError(
+            f"{path}: has schema {schema!r}, and this version of surgery reads {SCHEMA}\n"
+            "  use the version that wrote it, or start the run again in a new directory"
+        )
+    try:
+        return RunManifest.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{path}: {place}: {first['msg']}\n  the file was changed by hand or damaged: start the run again"
+        ) from None
+
+
+def write_manifest(run: Path, manifest: RunManifest) -> None:
+    """Write ``run.json`` in one step."""
+    value = manifest.model_dump(mode="json", by_alias=True)
+    write_atomic(Path(run) / FILE, json.dumps(value, indent=2, allow_nan=False) + "\n")

@@ -1,0 +1,217 @@
+"""Write beside, then rename: an output directory is either absent or complete."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from surgery.errors import JobError, UsageError
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: abandoned staging directories then stay until someone removes them
+    fcntl = None
+
+LOCK = ".lock"
+
+
+def check_output(directory: Path) -> Path:
+    """The resolved output directory, which is free to be written.
+
+    Raises:
+        UsageError: it exists and is not an empty directory, or cannot be made.
+    """
+    directory = Path(directory).expanduser().resolve()
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"--output {directory}: is a file\n  name a directory that does not exist yet")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise UsageError(
+            f"--output {directory}: is not empty, and nothing is overwritten\n  name a new directory, or empty this one"
+        )
+    parent = _existing_parent(directory)
+    if not parent.is_dir():
+        raise UsageError(f"--output {directory}: {parent} is a file\n  name another directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--output {directory}: {parent} cannot be written\n  name another directory")
+    return directory
+
+
+def check_space(directory: Path, needed: int) -> None:
+    """Refuse to start a write of ``needed`` bytes that the disk cannot take.
+
+    Raises:
+        JobError: with what is needed and what is free.
+    """
+    free = shutil.disk_usage(_existing_parent(directory)).free
+    if free < needed:
+        raise no_space(directory, needed, free)
+
+
+def no_space(directory: Path, needed: int | None = None, free: int | None = None) -> JobError:
+    """The error for a full disk."""
+    from surgery.recipe.sizes import format_bytes
+
+    figures = f": {format_bytes(needed)} needed, {format_bytes(free or 0)} free" if needed is not None else ""
+    return JobError(f"{directory}: no space left on the disk{figures}\n  free some, or name a directory elsewhere")
+
+
+def _existing_parent(directory: Path) -> Path:
+    parent = directory.parent
+    while not parent.exists():
+        parent = parent.parent
+    return parent
+
+
+@contextlib.contextmanager
+def staged_directory(final: Path, needed: int = 0) -> Iterator[Path]:
+    """A new directory beside ``final``, renamed to it when the block ends well and removed otherwise.
+
+    Interrupts and SIGTERM count as failures. A directory that a killed process left behind is removed by the next call
+    with the same ``final``.
+
+    Args:
+        final: absent or empty; see :func:`check_output`.
+        needed: bytes about to be written, checked against the free space first.
+
+    Raises:
+        UsageError: ``final`` is not free.
+        JobError: the disk is full.
+    """
+    final = check_output(final)
+    check_space(final, needed)
+    made = _make_parents(final.parent)
+    _remove_abandoned(final)
+    staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
+    staging.chmod(0o777 & ~_umask())
+    lock = _lock(staging)
+    try:
+        with _terminate_as_exception():
+            yield staging
+            _sync_tree(staging)
+            (staging / LOCK).unlink(missing_ok=True)
+            check_output(final)  # somebody may have filled it meanwhile
+            os.rename(staging, final)
+            _sync_directory(final.parent)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        for directory in reversed(made):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if _is_full(error):
+            raise no_space(final) from error
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Replace one file in a single step: readers see the old or the new content, never a part.
+
+    Raises:
+        JobError: the disk is full.
+    """
+    payload = data.encode("utf-8") if isinstance(data, str) else data
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if _is_full(error):
+            raise no_space(path.parent) from error
+        raise
+    _sync_directory(path.parent)
+
+
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # safetensors reports the system's error as text
+    return type(error).__name__ == "SafetensorError" and "os error 28" in str(error)
+
+
+def _make_parents(directory: Path) -> list[Path]:
+    made = []
+    for parent in [*reversed(directory.parents), directory]:
+        if not parent.exists():
+            parent.mkdir()
+            made.append(parent)
+    return made
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
+
+
+def _lock(staging: Path) -> int | None:
+    handle = os.open(staging / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove staging directories of the same output whose owner is gone: its lock is free."""
+    if fcntl is None:
+        return
+    for staging in final.parent.glob(f".{final.name}.partial-*"):
+        try:
+            handle = os.open(staging / LOCK, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(staging, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _terminate_as_exception() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that the staging directory goes too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _sync_tree(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file() and path.name != LOCK:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems refuse to sync a directory
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,101 @@
+"""Write a checkpoint from a base: the base's files byte for byte, the added tensors in one shard of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, Checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 1 << 24
+
+# what a model needs beside its weights, and what its licence asks to travel along
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.tiktoken", "tokenizer.model.v*",
+    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json",
+    "preprocessor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*",
+)  # fmt: skip
+
+Progress = Callable[[int], None]
+
+
+def companions(directory: Path) -> list[Path]:
+    """Tokenizer, generation and licence files in ``directory``, relative to it, in order."""
+    found = {path for pattern in COMPANIONS for path in directory.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(directory) for path in found)
+
+
+def shard_names(shards: tuple[str, ...], extra: bool) -> dict[str, str]:
+    """New names of the base's shards when one more follows: 2 of 2 become 2 of 3. Without one they keep theirs."""
+    if not extra:
+        return {name: name for name in shards}
+    total = len(shards) + 1
+    return {name: f"model-{index:05d}-of-{total:05d}.safetensors" for index, name in enumerate(shards, 1)}
+
+
+def copy_file(source: Path, target: Path, progress: Progress | None = None) -> None:
+    """Copy the content of one file, reporting bytes as they go."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while block := reader.read(BLOCK):
+            writer.write(block)
+            if progress is not None:
+                progress(len(block))
+
+
+def write_checkpoint(
+    staging: Path,
+    base: Checkpoint,
+    config: Mapping[str, Any],
+    added: Mapping[str, Tensor],
+    files: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write the base with ``added`` tensors into an empty directory.
+
+    Args:
+        staging: where to write; see :mod:`surgery.checkpoint.staging`.
+        base: its shards and companion files are copied byte for byte.
+        config: the new ``config.json``, strict JSON.
+        added: tensors for the extra shard; without any, no shard is added.
+        files: further text files by name.
+        progress: called with the number of bytes copied since the last call.
+    """
+    renamed = shard_names(base.shards, extra=bool(added))
+    for old, new in renamed.items():
+        copy_file(base.directory / old, staging / new, progress)
+    weight_map = {entry.name: renamed[entry.shard] for entry in base.tensors.values()}
+    total = sum(entry.nbytes for entry in base.tensors.values())
+    if added:
+        from safetensors.torch import save_file
+
+        extra = f"model-{len(base.shards) + 1:05d}-of-{len(base.shards) + 1:05d}.safetensors"
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in added.items()}
+        save_file(tensors, staging / extra, metadata={"format": "pt"})
+        (staging / extra).chmod((staging / next(iter(renamed.values()))).stat().st_mode)  # safetensors makes it private
+        weight_map |= {name: extra for name in tensors}
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if list(renamed.values()) != [SINGLE]:
+        metadata = {**base.index_metadata, "total_size": total}
+        metadata.pop("total_parameters", None)  # counts the base's
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(staging / INDEX, index)
+    for path in companions(base.directory):
+        copy_file(base.directory / path, staging / path)
+    write_json(staging / CONFIG, config)
+    for name, text in (files or {}).items():
+        # newline="" keeps the text as it is, whatever line ends it has
+        with (staging / name).open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Strict JSON: a number that JSON does not have is a ValueError."""
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,191 @@
+"""``surgery apply``: swap the memories that a recipe names and write the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from surgery.cli.common import DeviceOption, JsonOption
+from surgery.cli.validate import OfflineOption, RecipeArgument, SetOption
+
+if TYPE_CHECKING:
+    from surgery.operation import ApplyReport
+    from surgery.plan import Plan
+
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="DIR", help="The checkpoint directory to write; must be new.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+DriftOption = Annotated[
+    str,
+    typer.Option(
+        "--drift",
+        metavar="full|layerwise|skip",
+        help="Measure how far the model moved: its whole output, each swapped mixer, or nothing.",
+    ),
+]
+
+
+def apply(
+    recipe: RecipeArgument,
+    output: OutputOption = None,
+    dry_run: DryRunOption = False,
+    drift: DriftOption = "full",
+    settings: SetOption = None,
+    offline: OfflineOption = False,
+    device: DeviceOption = "auto",
+    json_target: JsonOption = None,
+) -> None:
+    """Swap the memory of a recipe's layers and write a checkpoint.
+
+    Prints the plan, writes the base's files byte for byte and the added tensors in a shard of their own, loads the
+    result back and measures its drift from the base on text. Above the recipe's max_drift nothing is left.
+
+    [dim]Examples[/dim]
+      surgery apply demo-bayesian --dry-run
+      surgery apply demo-bayesian --output swapped
+      surgery apply mine.yaml --output swapped --set memory.start=paper --drift layerwise
+    """
+    from surgery.cli.common import out, pick_device, write_json
+    from surgery.errors import UsageError
+
+    if drift not in ("full", "layerwise", "skip"):
+        raise UsageError(f"--drift {drift}: choose full, layerwise or skip")
+    if output is None and not dry_run:
+        raise UsageError("--output is missing\n  name the directory to write, or use --dry-run to see the plan")
+    from surgery.recipe import load_recipe
+
+    loaded = load_recipe(recipe, settings or ())
+    from surgery.operation import apply as operate
+
+    quiet = json_target == "-"
+    with _Progress(show_plan=not quiet, drift=drift) as events:
+        report = operate(
+            loaded,
+            output,
+            drift=drift,
+            dry_run=dry_run,
+            device=pick_device(device),
+            offline=True if offline else None,
+            events=events,
+        )
+    write_json(report.as_dict(), json_target)
+    if quiet:
+        return
+    if dry_run:
+        out.print("Dry run: nothing was written.")
+        return
+    print_drift(report)
+    out.print(f"Written: {report.output}")
+
+
+class _Progress:
+    """The plan on stdout; a bar for the copy and a line for each other stage on stderr."""
+
+    def __init__(self, show_plan: bool, drift: str) -> None:
+        from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        from surgery.cli.common import err
+
+        text = TextColumn("{task.description}")
+        columns = (SpinnerColumn(), text, BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=err, transient=True)
+        self.task = self.progress.add_task("reading the recipe", total=None)
+        self.show_plan, self.drift, self.plan = show_plan, drift, None
+
+    def __enter__(self) -> _Progress:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def planned(self, plan: Plan) -> None:
+        self.plan = plan
+        if self.show_plan:
+            print_plan(plan, self.drift)
+
+    def stage(self, text: str) -> None:
+        copying = text == "writing" and self.plan is not None
+        total = self.plan.base.weight_bytes if copying else None
+        self.progress.reset(self.task, description=text, total=total)
+
+    def inspected(self, done: int, total: int) -> None:
+        self.progress.update(self.task, description=f"measuring N_t, {done} of {total} tokens")
+
+    def copied(self, nbytes: int) -> None:
+        self.progress.advance(self.task, nbytes)
+
+
+def print_plan(plan: Plan, drift: str) -> None:
+    """What will be done, tensor by tensor for the swapped layers."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from surgery.cli.common import out
+    from surgery.recipe import format_bytes
+
+    recipe = plan.recipe
+    out.print(f"[bold]{escape(recipe.model)}[/bold] ({plan.adapter.name}, {len(plan.base.tensors)} tensors)")
+    layers = ", ".join(map(str, plan.layers))
+    out.print(f"layers {layers} take the rule [bold]{recipe.memory.rule}[/bold] at dose {plan.dose:g}")
+    if plan.horizons is not None:
+        figures = plan.horizons[recipe.layers.by]
+        shown = ", ".join(f"{layer}: {figures[layer]:.0f}" for layer in plan.layers)
+        out.print(f"chosen as {recipe.layers_text}; N_t in tokens: {shown}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("layer", "tensor", "", "shape", "dtype", "bytes"):
+        table.add_column(title, justify="right" if title in ("layer", "bytes") else "left", overflow="fold")
+    for layer in plan.layers:
+        prefix = plan.adapter.tensor_prefix(layer)
+        for tensor in (*plan.kept, *plan.added):
+            if tensor.name.startswith(prefix):
+                new = tensor.name.startswith(f"{prefix}memory.")
+                mark = "[green]added[/green]" if new else "kept"
+                shape = " x ".join(map(str, tensor.shape)) or "scalar"
+                table.add_row(str(layer), tensor.name, mark, shape, tensor.dtype, f"{tensor.nbytes:,}")
+    out.print(table)
+    others = len(plan.base.tensors) - len(plan.kept)
+    out.print(f"{others} other tensors stay as they are, byte for byte")
+    out.print(
+        f"adds {format_bytes(plan.added_bytes)}, writes {format_bytes(plan.bytes_written)}, "
+        f"peak memory about {format_bytes(plan.peak_memory(drift))}"
+    )
+    out.print("starts as its base" if plan.exact else f"[yellow]approximate[/yellow]: {escape(plan.reason)}")
+
+
+def print_drift(report: ApplyReport) -> None:
+    """The measured drift as a table."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from surgery.cli.common import out
+
+    drift = report.drift
+    if drift is None:
+        out.print("drift: not measured")
+        return
+    title = f"drift on {drift['tokens']} tokens of {drift['text']}, float32"
+    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    if drift["kind"] == "layerwise":
+        table.add_column("layer", justify="right")
+        table.add_column("relative error of the mixer's output", justify="right")
+        for layer, error in drift["relative_error"].items():
+            table.add_row(str(layer), f"{error:.3g}")
+    else:
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        limit = f" (at most {report.limit:.3g})" if report.limit is not None else ""
+        table.add_row(f"KL, nats a token{limit}", f"{drift['kl']:.3g}")
+        table.add_row("largest KL at one token", f"{drift['kl_max']:.3g}")
+        table.add_row("largest logit difference", f"{drift['max_logit_difference']:.3g}")
+        table.add_row("perplexity, base", f"{drift['base_perplexity']:.4f}")
+        table.add_row("perplexity, swapped", f"{drift['perplexity']:.4f}")
+        table.add_row("ratio", f"{drift['perplexity_ratio']:.6f}")
+    out.print(table)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(apply)

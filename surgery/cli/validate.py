@@ -1,0 +1,56 @@
+"""``surgery validate``: everything that can be known about a recipe before any work."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from surgery.cli.common import JsonOption
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value: phases.0.tokens=1M")
+]
+OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a hub; use what is on this machine.")]
+
+
+def validate(recipe: RecipeArgument, settings: SetOption = None, json_target: JsonOption = None) -> None:
+    """Check a recipe: its keys always, its model and its text where they are on this machine.
+
+    Nothing is downloaded. What could not be checked is listed as such, and is no failure.
+
+    [dim]Examples[/dim]
+      surgery validate demo-bayesian
+      surgery validate mine.yaml --set phases.0.tokens=1M
+      surgery validate mine.yaml --json -
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    from surgery.cli.common import out, write_json
+    from surgery.recipe import load_recipe
+    from surgery.validation import validate_recipe
+
+    checked = validate_recipe(load_recipe(recipe, settings or ()))
+    if write_json(checked, json_target):
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for check in checked["checks"]:
+        mark = "[green]ok[/green]" if check["checked"] else "[yellow]not checked[/yellow]"
+        table.add_row(check["what"], mark, escape(check["detail"]))
+    out.print(table)
+    if checked["phases"]:
+        phases = Table(box=None, pad_edge=False, header_style="bold")
+        for title in ("phase", "kind", "tokens", "steps", "context", "learning rate", "dose"):
+            phases.add_column(title, justify="left" if title in ("phase", "kind") else "right")
+        for phase in checked["phases"]:
+            phases.add_row(*(escape(str(phase[key])) for key in phase))
+        out.print(phases)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(validate)

@@ -1,0 +1,203 @@
+"""The operation: a recipe's swap, from the plan to a checked checkpoint directory.
+
+    report = apply(load_recipe("demo-bayesian"), Path("swapped"))
+    report.drift["kl"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from surgery.checkpoint.staging import check_output, staged_directory
+from surgery.checkpoint.writing import write_checkpoint
+from surgery.errors import JobError
+from surgery.plan import Measure, Plan, at, inspection_measure, make_plan
+from surgery.recipe import Recipe
+
+RECIPE_FILE = "surgery_recipe.yaml"
+CARD_FILE = "README.md"
+LAYER_LIMIT = 1.0e-4  # relative error of a mixer's outputs, where the swap is exact
+
+DriftKind = Literal["full", "layerwise", "skip"]
+
+
+class Events:
+    """What a caller may watch; every method may be overridden, none needs to be."""
+
+    def planned(self, plan: Plan) -> None:
+        """The plan stands; nothing is written yet."""
+
+    def stage(self, text: str) -> None:
+        """A stage starts."""
+
+    def inspected(self, done: int, total: int) -> None:
+        """So many of the tokens that N_t is measured on are read."""
+
+    def copied(self, nbytes: int) -> None:
+        """So many more bytes of the base's weights are written."""
+
+
+@dataclass(frozen=True)
+class ApplyReport:
+    """What was done: the plan, where it was written (None: nowhere), and the measured drift (None: not measured)."""
+
+    plan: Plan
+    output: Path | None
+    drift: dict[str, Any] | None
+    limit: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self.plan.as_dict(),
+            "output": str(self.output) if self.output else None,
+            "drift": self.drift,
+            "max_drift": self.limit,
+        }
+
+
+def apply(
+    recipe: Recipe,
+    output: Path | None,
+    *,
+    drift: DriftKind = "full",
+    dry_run: bool = False,
+    device: str = "cpu",
+    offline: bool | None = None,
+    measure: Measure | None = None,
+    events: Events | None = None,
+) -> ApplyReport:
+    """Swap the memories that a recipe names and write the checkpoint.
+
+    Args:
+        output: the directory to write, absent or empty; may be None for a dry run.
+        drift: ``full`` compares next-token distributions, ``layerwise`` each swapped mixer, ``skip`` nothing.
+        dry_run: plan only; nothing is written.
+        measure: see :func:`surgery.plan.make_plan`.
+
+    Returns:
+        The report; ``drift`` as :class:`surgery.drift.Drift` or ``LayerDrift`` in plain values.
+
+    Raises:
+        UsageError: the recipe, its base, or the output directory do not allow it.
+        JobError: the disk is full, or the drift is above the limit. Nothing is left behind.
+    """
+    events = events or Events()
+    final = None if output is None else check_output(output)
+    if final is None and not dry_run:
+        raise ValueError("an output directory is needed unless dry_run")
+    events.stage("planning")
+    if measure is None:
+        measure = inspection_measure(device, events.inspected)
+    plan = make_plan(recipe, measure=measure, offline=offline)
+    limit = recipe.drift_limit(plan.exact)
+    events.planned(plan)
+    if dry_run:
+        return ApplyReport(plan, None, None, limit)
+    text = None
+    if drift != "skip":  # found before anything is written: no tokenizer, no text, a text that is too short
+        from surgery.drift import windows
+
+        with at(recipe, ("evaluation", "text")):
+            text = windows(plan.base.directory, recipe.evaluation_text, recipe.path.parent)
+    with staged_directory(final, plan.bytes_written) as staging:
+        events.stage("writing")
+        config = plan.adapter.surgery_config(plan.base.config, plan.surgery())
+        files = {RECIPE_FILE: recipe.text}
+        write_checkpoint(staging, plan.base, config, plan.added_tensors(), files, events.copied)
+        measured = None
+        if text is not None:
+            events.stage("loading it back")
+            measured = _measure(plan, staging, drift, text, device, events.stage)
+            _judge(plan, measured, limit)
+        (staging / CARD_FILE).write_text(card(plan, final.name, measured), encoding="utf-8")
+    return ApplyReport(plan, final, measured, limit)
+
+
+def _measure(
+    plan: Plan, staging: Path, kind: DriftKind, text: Any, device: str, say: Callable[[str], Any]
+) -> dict[str, Any]:
+    from surgery.drift import measure_drift, measure_layers
+
+    base = plan.base.directory
+    if kind == "layerwise":
+        result = measure_layers(plan.adapter, base, staging, plan.layers, text, device=device, progress=say)
+    else:
+        result = measure_drift(plan.adapter, base, staging, text, device=device, progress=say)
+    return result.as_dict()
+
+
+def _judge(plan: Plan, measured: dict[str, Any], limit: float | None) -> None:
+    """Refuse a checkpoint that drifted too far."""
+    remedy = "nothing was written; raise max_drift in the recipe if this is what you want"
+    if measured["kind"] == "full" and limit is not None and not measured["kl"] <= limit:
+        why = f"\n  {plan.reason}" if plan.reason else ""
+        raise JobError(
+            f"{plan.recipe.where(('max_drift', 'kl'))}: the swapped model drifts by {measured['kl']:.3g} nats a token, "
+            f"above the limit of {limit:.3g}{why}\n  {remedy}"
+        )
+    if measured["kind"] == "layerwise" and plan.exact:
+        layer, worst = max(measured["relative_error"].items(), key=lambda item: item[1])
+        if not worst <= LAYER_LIMIT:
+            raise JobError(
+                f"layer {layer}: the swapped mixer differs from the base's by {worst:.3g} of its output, above "
+                f"{LAYER_LIMIT:g}, where the swap is exact\n  nothing was written; the base's weights may be damaged"
+            )
+
+
+def card(plan: Plan, name: str, measured: dict[str, Any] | None) -> str:
+    """The model card: what was swapped, what it changed, how to load it."""
+    recipe = plan.recipe
+    rule = recipe.memory.rule
+    layers = ", ".join(map(str, plan.layers))
+    hub = f"base_model: {recipe.model}\n" if "/" in recipe.model and not Path(recipe.model).exists() else ""
+    overrides = f"\nChanged on the command line: {', '.join(f'`{item}`' for item in recipe.overrides)}\n"
+    start = (
+        "It computes what its base computes."
+        if plan.exact
+        else f"It does not compute what its base computes: {plan.reason}."
+    )
+    return f"""---
+{hub}library_name: transformers
+tags: [model-surgery, {rule}]
+---
+# {name}
+
+`{recipe.model}` with the memory of layers {layers} swapped for the rule `{rule}`, at dose {plan.dose:g}.
+
+**This is the swap alone. Nothing was trained after it.** {start}
+
+{_drift_text(measured)}
+
+The recipe is in `{RECIPE_FILE}`, word for word.
+{overrides if recipe.overrides else ""}
+## Loading it
+
+```python
+import surgery  # pip install model-surgery
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+```
+"""
+
+
+def _drift_text(measured: dict[str, Any] | None) -> str:
+    if measured is None:
+        return "The drift from the base was not measured."
+    where = f"on {measured['tokens']} tokens of {measured['text']}, windows of {measured['context']}, float32"
+    if measured["kind"] == "layerwise":
+        rows = "\n".join(f"| {layer} | {error:.3g} |" for layer, error in measured["relative_error"].items())
+        return f"Each swapped mixer against the base's, {where}:\n\n| layer | relative error |\n|---|---|\n{rows}"
+    return f"""Drift from the base, {where}:
+
+| figure | value |
+|---|---|
+| KL, nats a token | {measured["kl"]:.3g} |
+| largest KL at one token | {measured["kl_max"]:.3g} |
+| largest logit difference | {measured["max_logit_difference"]:.3g} |
+| perplexity | {measured["perplexity"]:.4f} |
+| the base's perplexity | {measured["base_perplexity"]:.4f} |
+| ratio | {measured["perplexity_ratio"]:.6f} |"""

@@ -1,0 +1,118 @@
+"""Everything that can be known about a recipe before any work: its base and its texts, where they are at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from surgery.checkpoint.reading import Checkpoint
+from surgery.errors import UsageError
+from surgery.plan import at, check_mixers, open_base, plan_memory, ranges, resolve_layers
+from surgery.recipe import LayerChoice, Recipe, format_count
+from surgery.recipe.document import KeyPath
+
+
+def validate_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Check a recipe that has been read against its base and its texts; nothing is downloaded.
+
+    Returns:
+        ``checks``: a list of {what, checked, detail}; not ``checked`` is what is not on this machine. ``phases``: what
+        each phase comes to.
+
+    Raises:
+        UsageError: something at hand does not fit.
+    """
+    checks = [_check("recipe", f"{recipe.path}: {_many(len(recipe.phases), 'phase')}")]
+    checkpoint, model = _model(recipe)
+    checks.append(model)
+    checks += _texts(recipe, checkpoint)
+    return {"recipe": recipe.name, "overrides": list(recipe.overrides), "checks": checks, "phases": phase_table(recipe)}
+
+
+def phase_table(recipe: Recipe) -> list[dict[str, Any]]:
+    """Each phase's budget and settings, in words."""
+    table = []
+    for phase, (start, stop, over) in zip(recipe.phases, recipe.doses(), strict=True):
+        rates = phase.rates
+        rate = f"{rates.memory:g}" if rates.memory == rates.host else f"{rates.memory:g}, host {rates.host:g}"
+        moves = f"{start:g} to {stop:g} over {over:.0%}" if start != stop else f"{start:g}"
+        table.append(
+            {
+                "phase": phase.label,
+                "kind": phase.kind,
+                "tokens": format_count(phase.tokens or phase.total_tokens),
+                "steps": phase.total_steps,
+                "context": phase.context,
+                "learning rate": rate,
+                "dose": moves if recipe.memory.rule != "host" else "none",
+            }
+        )
+    return table
+
+
+def _check(what: str, detail: str, checked: bool = True) -> dict[str, Any]:
+    return {"what": what, "checked": checked, "detail": detail}
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count or 'no'} {what}s"
+
+
+def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
+    from surgery.hosts import resolve
+
+    try:
+        directory = resolve(recipe.model, recipe.revision, offline=True)
+    except UsageError as error:
+        if recipe.bundled:
+            with at(recipe, ("model",)):
+                raise
+        return None, _check("model", f"{str(error).splitlines()[0]}; layers and shapes stay unchecked", checked=False)
+    checkpoint, adapter = open_base(recipe, base=directory)
+    available = adapter.mixer_layers(checkpoint.config)
+    choice = recipe.layers
+    measured = isinstance(choice, LayerChoice) and choice.random is None
+    # a choice by N_t is made when the model runs; whether it can be made is known now
+    figures = {metric: dict.fromkeys(available, 0.0) for metric in ("mean", "log-mean", "median")}
+    layers, _ = resolve_layers(recipe, available, checkpoint, measure=lambda *_: figures)
+    check_mixers(recipe, checkpoint, adapter, available if measured else layers)
+    plan_memory(recipe, checkpoint, adapter, layers)
+    parameters = format_count(round(sum(entry.numel for entry in checkpoint.tensors.values()), -5))
+    chosen = recipe.layers_text if measured else ranges(layers)
+    detail = f"{directory}: {adapter.name}, {parameters} parameters, layers {ranges(available)}; swaps {chosen}"
+    return checkpoint, _check("model", detail)
+
+
+def _texts(recipe: Recipe, checkpoint: Checkpoint | None) -> list[dict[str, Any]]:
+    """One line a text: is it there, and does it fill a context."""
+    wanted: dict[str, tuple[KeyPath, Any, int, str]] = {}
+
+    def want(path: KeyPath, spec: Any, context: int, part: str) -> None:
+        known = wanted.get(f"{spec} {part}")
+        if known is None or known[2] < context:
+            wanted[f"{spec} {part}"] = (path, spec, context, part)
+
+    for index, phase in enumerate(recipe.phases):
+        path = ("phases", index, "data") if phase.data else ("data",)
+        want(path, recipe.data_for(phase), 1 if phase.kind == "instruct" else phase.context, "train")
+    want(("evaluation", "text"), recipe.evaluation_text, 2, "heldout")
+    return [_text(recipe, checkpoint, *item) for item in wanted.values()]
+
+
+def _text(
+    recipe: Recipe, checkpoint: Checkpoint | None, path: KeyPath, spec: Any, context: int, part: str
+) -> dict[str, Any]:
+    from surgery.evaluation.loading import load_tokenizer
+    from surgery.evaluation.text import describe, encode, load_text, require_context, sources
+
+    root = recipe.path.parent
+    with at(recipe, path):
+        name = describe(spec, part)
+        if any(source.kind == "hub" for source in sources(spec, root)):
+            return _check("text", f"{name}: a data set of the hub", checked=False)
+        if context == 1:
+            return _check("text", f"{name}: found; its questions and answers are read when the phase starts")
+        if checkpoint is None:
+            return _check("text", f"{name}: found; its length in tokens needs the model's tokenizer", checked=False)
+        text = load_text(spec, part, root, limit=16 * context)
+        require_context(encode(load_tokenizer(checkpoint.directory), text, context), context)
+    return _check("text", f"{name}: fills a context of {context}")
