@@ -8,7 +8,8 @@ optimizer step, all devices and micro-batches together, so that splitting a batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,28 @@ from torch import Tensor, nn
 SMOOTHING = 1e-3  # of the teacher's norm: below it a difference is rounding, and its gradient fades out
 IGNORED = -100  # the label of a token that is not scored
 
-Head = Callable[[Tensor], Tensor]  # [N, D] -> logits [N, S], the host's scale and softcap included
+
+@dataclass(frozen=True)
+class Head:
+    """An output head: [N, D] -> logits [N, S] in float32, as the host's own forward pass makes them.
+
+    Attributes:
+        projection: the linear map, ``weight`` [S, D].
+        scale: the host's factor on the logits.
+        softcap: logits are softcap tanh(logits / softcap); None: they are not.
+    """
+
+    projection: nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = self.projection(hidden).float() * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.projection.parameters() if parameter.requires_grad]
 
 
 def relative_l2(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -48,14 +70,13 @@ def squared(hidden: Tensor, valid: Tensor | None = None) -> Tensor:
     return _masked_sum(hidden.detach().float().square().sum(-1), valid)
 
 
-def cross_entropy(hidden: Tensor, targets: Tensor, head: Head, parameters: Sequence[nn.Parameter] = ()) -> Tensor:
+def cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     """Sum of the next-token cross-entropy in nats, logits made a chunk of tokens at a time.
 
     Args:
         hidden: [..., D], what the head reads.
         targets: [...] int64, the token that follows, ``IGNORED`` where none is scored.
-        head: the output head.
-        parameters: the head's parameters that are trained; they get their gradient here.
+        head: the output head; its trained parameters get a gradient.
     """
     flat, wanted = hidden.flatten(0, -2), targets.flatten()
     scored = wanted != IGNORED
@@ -63,9 +84,9 @@ def cross_entropy(hidden: Tensor, targets: Tensor, head: Head, parameters: Seque
         flat, wanted = flat[scored], wanted[scored]
 
     def loss(part: Tensor, start: int, stop: int) -> Tensor:
-        return F.cross_entropy(head(part).float(), wanted[start:stop], reduction="sum")
+        return F.cross_entropy(head(part), wanted[start:stop], reduction="sum")
 
-    return _chunked(loss, flat, head, parameters)
+    return _chunked(loss, flat, head)
 
 
 def kl_divergence(
@@ -76,7 +97,6 @@ def kl_divergence(
     *,
     temperature: float = 1.0,
     valid: Tensor | None = None,
-    parameters: Sequence[nn.Parameter] = (),
 ) -> Tensor:
     """Sum of the forward divergence KL(teacher || student) in nats, both softmaxes at ``temperature``.
 
@@ -86,7 +106,6 @@ def kl_divergence(
         student, teacher: [..., D], what the heads read; the teacher gets no gradient.
         head, teacher_head: the two heads; None: the same one.
         valid: [...] bool, tokens that count; None: all.
-        parameters: the student head's parameters that are trained.
     """
     own, other = student.flatten(0, -2), teacher.detach().flatten(0, -2)
     if valid is not None and not bool(valid.all()):
@@ -96,25 +115,21 @@ def kl_divergence(
 
     def loss(part: Tensor, start: int, stop: int) -> Tensor:
         with torch.no_grad():
-            target = F.log_softmax(reference(other[start:stop]).float() / temperature, dim=-1)
-        prediction = F.log_softmax(head(part).float() / temperature, dim=-1)
+            target = F.log_softmax(reference(other[start:stop]) / temperature, dim=-1)
+        prediction = F.log_softmax(head(part) / temperature, dim=-1)
         return F.kl_div(prediction, target, reduction="sum", log_target=True)
 
-    return _chunked(loss, own, head, parameters)
+    return _chunked(loss, own, head)
 
 
 def _masked_sum(token: Tensor, valid: Tensor | None) -> Tensor:
     return (token if valid is None else token.masked_fill(~valid, 0.0)).sum()
 
 
-def _chunked(loss: Callable[[Tensor, int, int], Tensor], hidden: Tensor, head: Head, parameters) -> Tensor:
-    if not hidden.shape[0]:
-        return hidden.float().sum()
-    with torch.no_grad():
-        vocabulary = head(hidden[:1]).shape[-1]
+def _chunked(loss: Callable[[Tensor, int, int], Tensor], hidden: Tensor, head: Head) -> Tensor:
     # logits of one chunk: 32 MB in float32 on a CPU, 256 MB on a GPU, of which a handful are alive at once
-    size = max(1, (2**26 if hidden.is_cuda else 2**23) // vocabulary)
-    return _ChunkedLoss.apply(loss, size, hidden, *parameters)
+    size = max(1, (2**26 if hidden.is_cuda else 2**23) // head.projection.weight.shape[0])
+    return _ChunkedLoss.apply(loss, size, hidden, *head.trained)
 
 
 class _ChunkedLoss(torch.autograd.Function):

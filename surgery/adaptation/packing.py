@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from surgery.adaptation.losses import IGNORED
+from surgery.adaptation.schedules import BatchShape
 from surgery.errors import UsageError
 
 Item = dict[str, Tensor]
@@ -196,6 +197,28 @@ class PackedDataset(Dataset):
         if self._choice is None:
             return 0, index
         return int(self._choice[index]), int(self._place[index])
+
+
+class MicroBatches(Dataset):
+    """A phase's micro-batches in order: step by step, and within a step device by device for each forward.
+
+    Args:
+        data: at least steps x sequences items.
+    """
+
+    def __init__(self, data: Any, shape: BatchShape, steps: int) -> None:
+        self.data, self.shape, self.steps = data, shape, steps
+
+    def __len__(self) -> int:
+        return self.steps * self.shape.parts
+
+    def __getitem__(self, index: int) -> Item:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        step, part = divmod(index, self.shape.parts)
+        first, last = self.shape.bounds(part)
+        begin = step * self.shape.sequences
+        return collate([self.data[begin + number] for number in range(first, last)])
 
 
 def collate(items: Sequence[Item]) -> Item:

@@ -52,43 +52,52 @@ class DoseSchedule:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How an optimizer step's sequences are laid out.
+    """How an optimizer step's sequences are dealt: ``forwards`` micro-batches on each of ``devices``, as equal as they
+    can be. Losses are means over the whole step, so unequal ones do no harm.
 
-    ``sequences`` a step over all devices = ``micro`` sequences a forward x ``accumulation`` x ``devices``.
+    Attributes:
+        sequences: a step's, over all devices.
+        context: tokens each.
     """
 
     sequences: int
-    micro: int
-    accumulation: int
-    devices: int
     context: int
+    devices: int
+    forwards: int
 
     @property
     def tokens(self) -> int:
         """Tokens a step."""
         return self.sequences * self.context
 
+    @property
+    def parts(self) -> int:
+        """Micro-batches a step, over all devices."""
+        return self.devices * self.forwards
 
-def batch_shape(sequences: int, context: int, devices: int, micro: int | None, most_tokens: int) -> BatchShape:
-    """Split a step's sequences over devices and micro-batches.
+    @property
+    def micro(self) -> int:
+        """Sequences of the largest micro-batch."""
+        return -(-self.sequences // self.parts)
 
-    Args:
-        sequences: a step's sequences over all devices.
-        micro: sequences a device takes in one forward; None: as many as divide its share within ``most_tokens``.
+    def bounds(self, part: int) -> tuple[int, int]:
+        """First sequence of micro-batch ``part`` within its step, and the one after its last."""
+        size, longer = divmod(self.sequences, self.parts)
+        first = part * size + min(part, longer)
+        return first, first + size + (part < longer)
+
+
+def batch_shape(sequences: int, context: int, devices: int, micro: int) -> BatchShape:
+    """Deal a step's sequences so that no forward takes more than ``micro`` of them, as far as each device then still
+    has one in every forward.
 
     Raises:
-        UsageError: the sequences do not divide over the devices, or over the micro-batches asked for.
+        UsageError: fewer sequences than devices.
     """
-    if sequences % devices:
+    if sequences < devices:
         raise UsageError(
-            f"a step's {sequences} sequences of {context} tokens do not divide over {devices} devices\n"
-            f"run on a number of devices that divides {sequences}, or change batch"
+            f"a step's {sequences} sequences of {context} tokens do not reach {devices} devices\n"
+            f"use at most {sequences} devices, or raise batch to {devices * context} tokens"
         )
-    share = sequences // devices
-    if micro is None:
-        fitting = [n for n in range(1, share + 1) if share % n == 0 and (n == 1 or n * context <= most_tokens)]
-        micro = fitting[-1]
-    if micro < 1 or share % micro:
-        divisors = ", ".join(str(n) for n in range(1, share + 1) if share % n == 0)
-        raise UsageError(f"--micro-batch {micro} does not divide a device's {share} sequences; choose {divisors}")
-    return BatchShape(sequences, micro, share // micro, devices, context)
+    forwards = min(-(-sequences // (devices * max(1, micro))), sequences // devices)
+    return BatchShape(sequences, context, devices, forwards)

@@ -18,3 +18,100 @@ def tokenizer():
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|end|>"])
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>")
+
+
+MAMBA2 = {
+    "model_type": "mamba2",
+    "architectures": ["Mamba2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "expand": 2,
+    "num_heads": 4,
+    "head_dim": 16,
+    "state_size": 8,
+    "n_groups": 1,
+    "conv_kernel": 4,
+    "vocab_size": 260,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+GDN = {
+    "model_type": "gated_deltanet",
+    "architectures": ["GatedDeltaNetForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "head_dim": 8,
+    "expand_v": 2.0,
+    "intermediate_size": 64,
+    "vocab_size": 260,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+CONFIGS = {"mamba2": MAMBA2, "gated_deltanet": GDN}
+
+
+@pytest.fixture
+def make_base(tmp_path, tokenizer):
+    """(family, **config) -> the directory of a fresh random base."""
+    from surgery.hosts import adapter_for
+
+    def make(family="mamba2", **changes):
+        config = {**CONFIGS[family], **changes}
+        directory = tmp_path / f"base-{family}"
+        adapter_for(config).build(config).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    """A text of some thousand tokens in several documents, words drawn with uneven frequencies."""
+    import random
+
+    draw = random.Random(7)
+    words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 6))) for _ in range(40)]
+    weights = [1 / (rank + 1) for rank in range(40)]
+    documents = [" ".join(draw.choices(words, weights, k=120)) + ".\n" for _ in range(12)]
+    path = tmp_path / "text.txt"
+    path.write_text("\x1e\n".join(documents), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def make_recipe(tmp_path, text_file):
+    """(base, phases, **sections) -> a recipe on disk, loaded."""
+    import yaml
+
+    from surgery.recipe import load_recipe
+
+    def make(base, phases, name="recipe", overrides=(), **sections):
+        document = {
+            "model": str(base),
+            "layers": [0, 2],
+            "memory": {"rule": "palimpsa"},
+            "data": str(text_file),
+            "phases": phases,
+            "evaluation": {"text": str(text_file), "recall": {"lengths": [192]}},
+            **sections,
+        }
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        return load_recipe(path, overrides)
+
+    return make
+
+
+def phase_of(kind, **keys):
+    """A phase of a few steps of four sequences of 32 tokens."""
+    return {"kind": kind, "steps": 6, "context": 32, "batch": 128, "warmup": 2, "learning_rate": 3.0e-3, **keys}
+
+
+@pytest.fixture
+def phase():
+    return phase_of

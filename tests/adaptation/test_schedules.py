@@ -44,15 +44,19 @@ def test_dose_is_silent_only_at_zero():
     assert not DoseSchedule(0.0, 1.0, 10).silent and not DoseSchedule(1.0, 0.0, 1).silent
 
 
-def test_batch_shape_fits_the_tokens_of_a_forward():
-    shape = batch_shape(32, 512, 2, None, 2048)
-    assert (shape.micro, shape.accumulation, shape.tokens) == (4, 4, 32 * 512)
-    assert batch_shape(6, 4096, 1, None, 2048).micro == 1
-    assert batch_shape(6, 4096, 1, 3, 2048).accumulation == 2
+@pytest.mark.parametrize(
+    ("sequences", "devices", "micro", "forwards"),
+    [(32, 2, 4, 4), (31, 8, 4, 1), (31, 1, 8, 4), (9, 8, 1, 1), (6, 1, 1, 6), (7, 2, 2, 2)],
+)
+def test_every_sequence_is_dealt_once(sequences, devices, micro, forwards):
+    shape = batch_shape(sequences, 512, devices, micro)
+    assert shape.forwards == forwards and shape.tokens == sequences * 512
+    bounds = [shape.bounds(part) for part in range(shape.parts)]
+    assert [n for first, last in bounds for n in range(first, last)] == list(range(sequences))
+    sizes = [last - first for first, last in bounds]
+    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1 and max(sizes) == shape.micro
 
 
-def test_batch_shape_refuses_what_does_not_divide():
-    with pytest.raises(UsageError, match="3 devices"):
-        batch_shape(32, 512, 3, None, 2048)
-    with pytest.raises(UsageError, match="choose 1, 2, 4, 8"):
-        batch_shape(8, 512, 1, 3, 2048)
+def test_more_devices_than_sequences_are_refused():
+    with pytest.raises(UsageError, match=r"3 sequences of 512 tokens.*4 devices\n.*raise batch to 2048"):
+        batch_shape(3, 512, 4, 1)

@@ -1,0 +1,119 @@
+"""From a phase's data specification to its data set, and the checks of it that come before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from surgery.adaptation import instruction
+from surgery.adaptation.instruction import InstructDataset
+from surgery.adaptation.packing import PackedDataset, PackedTokens, read_tokens, tokenise, tokens_key, write_tokens
+from surgery.errors import UsageError
+from surgery.evaluation.text import Source, describe, sources
+from surgery.recipe import Phase, Recipe
+
+SLACK = 1.1  # drawn sources take a little more or less than their share
+EARLY_RECORDS = 32  # of a hub data set that are read before the first step; files are read whole
+
+
+def phase_sources(recipe: Recipe, phase: Phase) -> list[tuple[str, float, list[Source]]]:
+    """What a phase reads: name, weight and sources. A list of texts is one entry, a mixture one an item.
+
+    Raises:
+        UsageError: a missing file or another form.
+    """
+    spec = recipe.data_for(phase)
+    root = recipe.path.parent
+    if isinstance(spec, (list, tuple)) and any(isinstance(item, Mapping) for item in spec):
+        entries = [(item, sources([item], root)) for item in spec]
+        return [(describe(item["path"]), sum(s.weight for s in found), found) for item, found in entries]
+    return [(describe(spec, "train"), 1.0, sources(spec, root))]
+
+
+def training_documents(found: Iterable[Source]) -> Iterator[str]:
+    """The documents of sources, one source after the other; of the bundled text only the part for training."""
+    for source in found:
+        yield from source.documents("train")
+
+
+def phase_seed(recipe: Recipe, index: int) -> int:
+    """The seed of phase ``index``: each phase draws from its own."""
+    return recipe.seed * 1_000_003 + index
+
+
+def build(recipe: Recipe, index: int, length: int, tokenizer: Any, vocabulary: int, folder: Path) -> Any:
+    """The data set of phase ``index`` with ``length`` items.
+
+    Args:
+        tokenizer: the model's; vocabulary: the model's size.
+        folder: where tokens are kept while the run lasts, so that a resumed phase reads the same.
+
+    Raises:
+        UsageError: text shorter than one context, records of another form, tokens the model has not.
+        JobError: a data set that cannot be loaded.
+    """
+    phase = recipe.phases[index]
+    seed = phase_seed(recipe, index)
+    entries = phase_sources(recipe, phase)
+    if phase.kind == "instruct":
+        rows = [row for _, _, found in entries for row in _examples(found, tokenizer)]
+        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        return InstructDataset(rows, phase.context, length, seed, padding, entries[0][0])
+    whole = sum(weight for _, weight, _ in entries)
+    tokens: list[PackedTokens] = []
+    for name, weight, found in entries:
+        share = 1.0 if len(entries) == 1 else SLACK * weight / whole
+        limit = int(share * length * phase.context) + 10 * phase.context + 1
+        key = tokens_key(sources=found, tokenizer=_fingerprint(tokenizer), limit=limit)
+        cached = read_tokens(folder / key, name)
+        if cached is None:
+            write_tokens(folder / key, tokenise(training_documents(found), tokenizer, limit), vocabulary)
+            cached = read_tokens(folder / key, name)
+        tokens.append(cached)
+    return PackedDataset(tokens, [weight for _, weight, _ in entries], phase.context, length, seed)
+
+
+def check(recipe: Recipe, index: int, tokenizer: Any) -> None:
+    """Find what :func:`build` would refuse, as far as the beginning of each text tells.
+
+    Raises:
+        UsageError, JobError: as :func:`build`.
+    """
+    phase = recipe.phases[index]
+    entries = phase_sources(recipe, phase)
+    if phase.kind == "instruct":
+        fits = 0
+        for _, _, found in entries:
+            for source in found:
+                rows = instruction.records(source.rows("train"), source.name)
+                for row, place in islice(rows, EARLY_RECORDS if source.kind == "hub" else None):
+                    if fits:  # the form of every record, the length of as many as it takes to find one that fits
+                        instruction.pieces(row, place, tokenizer)
+                    else:
+                        fits = len(instruction.encode(row, place, tokenizer).ids) <= phase.context
+        if not fits and all(source.kind != "hub" for _, _, found in entries for source in found):
+            raise UsageError(
+                f"phase {phase.label}: data: {entries[0][0]}: no example fits a context of {phase.context} tokens; "
+                "raise context"
+            )
+        return
+    for name, _, found in entries:
+        count = sum(map(len, tokenise(training_documents(found), tokenizer, phase.context + 1)))
+        if count <= phase.context:
+            raise UsageError(
+                f"phase {phase.label}: data: {name}: {count} tokens are shorter than one context of {phase.context} "
+                "and the token after it\ngive a longer text or a smaller context"
+            )
+
+
+def _examples(found: Iterable[Source], tokenizer: Any) -> Iterator[instruction.Example]:
+    for source in found:
+        for row, place in instruction.records(source.rows("train"), source.name):
+            yield instruction.encode(row, place, tokenizer)
+
+
+def _fingerprint(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))

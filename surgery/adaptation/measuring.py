@@ -1,0 +1,56 @@
+"""What a run's model does on held-out text before and after its phases."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from surgery.adaptation.phases import Options
+from surgery.checkpoint.staging import write_atomic
+from surgery.cli.common import strict
+from surgery.evaluation.loading import Located, load
+from surgery.evaluation.recall import Haystack
+from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
+from surgery.evaluation.text import Text, encode, load_text, require_context
+from surgery.recipe import Recipe
+
+TOKENS = 65_536  # of the text at most
+CHARACTERS = 16 * TOKENS
+SAMPLES = 5  # needles a length and depth
+
+
+def check(recipe: Recipe, tokenizer: Any) -> None:
+    """Find what :func:`figures` would refuse, before any training.
+
+    Raises:
+        UsageError: the evaluation's text is missing or too short, or a recall length holds no needle.
+    """
+    text = _text(recipe)
+    tokens = encode(tokenizer, text, TOKENS)
+    require_context(tokens, default_context(len(tokens)))
+    haystack = Haystack(text.text, tokenizer)
+    for length in recipe.evaluation.recall.lengths:
+        haystack.prompt(random.Random(0), length, 0.5, "numbers")
+
+
+def figures(
+    recipe: Recipe, model: Path, name: str, options: Options, baseline: Measurement | None = None
+) -> tuple[Measurement, dict[str, Any]]:
+    """Measure a checkpoint on the recipe's evaluation text; the report compares it with ``baseline`` if given."""
+    network, tokenizer = load(Located(name, model), options.device)
+    plan = RecallPlan(recipe.evaluation.recall.lengths, samples=SAMPLES, seed=recipe.seed)
+    watch = options.measuring
+    measured = measure(network, tokenizer, _text(recipe), name=name, limit=TOKENS, recall=plan, progress=watch)
+    return measured, build_report(measured, baseline)
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write a report as strict JSON, in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
+
+
+def _text(recipe: Recipe) -> Text:
+    return load_text(recipe.evaluation_text, "heldout", recipe.path.parent, limit=CHARACTERS)

@@ -1,0 +1,283 @@
+"""One phase, from the model it starts with to the model it leaves."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file
+
+from surgery.adaptation import capacity, checkpoints, data, saving, teaching
+from surgery.adaptation.distiller import Distiller
+from surgery.adaptation.monitoring import MetricsFile, TensorBoard, Watcher, Watchers, read_metrics
+from surgery.adaptation.parameters import Selection, optimizer, select
+from surgery.adaptation.schedules import BatchShape, DoseSchedule, batch_shape, learning_rate_factor
+from surgery.adaptation.teaching import Body
+from surgery.checkpoint.reading import Checkpoint, open_checkpoint
+from surgery.errors import JobError
+from surgery.evaluation.loading import load_tokenizer
+from surgery.hosts import load_model
+from surgery.recipe import Phase, Recipe
+
+SAVES = 10  # checkpoints a phase, unless that leaves more than MOST_STEPS between two
+MOST_STEPS = 200
+TEACHING = ("hidden", "logits")  # kinds that have a teacher
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run, none of which changes what is computed beyond rounding.
+
+    Attributes:
+        device: cpu or cuda. devices: processes that share the work; main: whether this one writes.
+        micro_batch: sequences a forward; None: what fits.
+        save_every: steps between checkpoints; None: a tenth of the phase.
+        recompute: recompute activations in the backward pass: less memory, more time.
+        watchers: made for each phase from its title; told of its steps.
+        say: takes a remark for the user.
+        measuring: told of a measurement's stage, prompts or tokens done and in all.
+    """
+
+    device: str = "cpu"
+    devices: int = 1
+    main: bool = True
+    micro_batch: int | None = None
+    save_every: int | None = None
+    recompute: bool = False
+    watchers: Callable[[str], list[Watcher]] = field(default=lambda title: [])
+    say: Callable[[str], None] = field(default=lambda text: None)
+    measuring: Callable[[str, int, int], Any] | None = None
+
+
+def phase_folder(run: Path, index: int, phase: Phase) -> Path:
+    """Where phase ``index`` (from 0) lives in a run directory."""
+    return run / "phases" / f"{index + 1:02d}-{phase.label}"
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a phase has left its model; the directory gets its name when it is complete."""
+    return (folder / "model" / "config.json").is_file()
+
+
+def is_started(folder: Path) -> bool:
+    """Whether a phase has a checkpoint or its model, so that its settings are fixed."""
+    return is_finished(folder) or bool(checkpoints.complete(folder / "checkpoints"))
+
+
+def dose_schedule(recipe: Recipe, index: int, current: float) -> DoseSchedule:
+    """The dose of phase ``index`` for a model whose dose is ``current``.
+
+    A phase that names no dose keeps the current one; where the start is exact and no phase names one, the first goes
+    from the current dose to 1 over its first half.
+    """
+    start, stop, over = recipe.doses()[index]
+    named = recipe.phases[index].dose
+    if named is None or named.start is None:
+        start = current
+    if named is None and recipe.doses()[index][0] == recipe.doses()[index][1]:
+        stop = current
+    return DoseSchedule(start, stop, max(1, round(over * recipe.phases[index].total_steps)))
+
+
+def current_dose(body: Body) -> float:
+    """The dose of the swapped memories, which is one for all."""
+    return float(body.model.get_submodule(next(iter(body.mixers.values())) + ".memory").dose)
+
+
+def choose(recipe: Recipe, index: int, body: Body, dose: DoseSchedule) -> Selection:
+    """The trained parameters of phase ``index``; all others are frozen.
+
+    Raises:
+        UsageError: see :func:`surgery.adaptation.parameters.select`; a hidden phase that names others than the
+            swapped mixers', which its loss does not reach.
+    """
+    phase = recipe.phases[index]
+    selection = select(body.model, body.mixers, phase.trainable, phase=phase.label, silent=dose.silent)
+    if phase.kind == "hidden" and selection.shared:
+        raise recipe.error(
+            ("phases", index, "trainable"),
+            f"hidden-state matching does not reach {sorted(selection.shared)[0]}",
+            "name parameters of the swapped mixers, or use trainable: swapped",
+        )
+    return selection
+
+
+def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, options: Options) -> dict[str, Any]:
+    """Run or resume phase ``index`` and write its model.
+
+    Args:
+        start: the checkpoint that the phase starts from.
+        base: the teacher's checkpoint.
+        run: the run directory.
+
+    Returns:
+        Figures of the phase: steps, tokens, passes over the text, first and last loss, dose.
+
+    Raises:
+        UsageError: data or parameters that do not fit.
+        JobError: a number that is not finite, no memory, no space on the disk.
+    """
+    phase = recipe.phases[index]
+    folder = phase_folder(run, index, phase)
+    source = open_checkpoint(start)
+    body = _student(source, options)
+    dose = dose_schedule(recipe, index, current_dose(body))
+    selection = choose(recipe, index, body, dose)
+    changed = saving.trained_tensors(body.model, selection, body.mixers)
+    memories = {layer: body.model.get_submodule(f"{name}.memory") for layer, name in body.mixers.items()}
+    steps = phase.total_steps
+    micro = options.micro_batch or capacity.sequences_a_forward(body.model, phase.context, options.device)
+    shape = batch_shape(phase.sequences, phase.context, options.devices, micro)
+    saved = checkpoints.complete(folder / "checkpoints")
+    if not (saved and checkpoints.step_of(saved[-1]) == steps):
+        distiller = _distiller(phase, body, selection, open_checkpoint(base), options)
+        body.model.train()
+        trainer = _trainer(recipe, index, run, distiller, selection, memories, shape, dose, source, options)
+        _train(trainer, phase, saved[-1] if saved else None, folder, options)
+        body.model.eval()
+        saved = checkpoints.complete(folder / "checkpoints")
+    # the last checkpoint holds what is written, whether this process trained it or an earlier one
+    with torch.no_grad():
+        for name, tensor in load_file(saved[-1] / "model.safetensors").items():
+            selection.trained[name].copy_(tensor)
+        for memory in memories.values():
+            memory.dose.fill_(dose.at(steps - 1))
+    figures = {
+        "steps": steps,
+        "tokens": steps * shape.tokens,
+        "sequences_per_step": shape.sequences,
+        "trained_parameters": sum(parameter.numel() for parameter in selection.trained.values()),
+        "dose": dose.at(steps - 1),
+        **_losses(folder / "metrics.jsonl"),
+    }
+    if options.main:
+        saving.write_model(folder / "model", source, changed)
+    PartialState().wait_for_everyone()
+    if options.main:
+        shutil.rmtree(folder / "checkpoints")
+    return figures
+
+
+def _student(source: Checkpoint, options: Options) -> Body:
+    model = load_model(source.directory, dtype=torch.float32, device=options.device)
+    model.config.use_cache = False
+    if options.recompute:
+        model.gradient_checkpointing_enable()
+    return teaching.body_of(model, source.config, source.config["surgery"]["layers"])
+
+
+def _distiller(phase: Phase, body: Body, selection: Selection, base: Checkpoint, options: Options) -> Distiller:
+    teacher = None
+    if phase.kind in TEACHING:
+        if selection.shared or not teaching.shares_weights(body, base):
+            size = sum(entry.numel for entry in base.tensors.values())
+            trained = sum(parameter.numel() for parameter in selection.trained.values())
+            options.say(capacity.check_second_model(size, trained, phase.label, options.device))
+            teacher = teaching.teacher_model(base, list(body.mixers), options.device)
+            if phase.kind == "hidden":
+                students = {layer: body.model.get_submodule(name) for layer, name in body.mixers.items()}
+                teacher.seat(students=students)
+        else:
+            body.seat(teachers=teaching.teacher_mixers(body, base))
+    return Distiller(
+        body, phase.kind, teacher=teacher, temperature=phase.temperature, boundary_weight=phase.boundary_weight
+    )
+
+
+def _trainer(
+    recipe: Recipe,
+    index: int,
+    run: Path,
+    distiller: Distiller,
+    selection: Selection,
+    memories: dict[int, Any],
+    shape: BatchShape,
+    dose: DoseSchedule,
+    source: Checkpoint,
+    options: Options,
+) -> Any:
+    from surgery.adaptation.trainer import PhaseTrainer, arguments
+
+    phase = recipe.phases[index]
+    folder = phase_folder(run, index, phase)
+    steps = phase.total_steps
+    vocabulary = distiller.model.config.vocab_size
+    tokenizer = load_tokenizer(source.directory, vocabulary)
+    with PartialState().main_process_first():
+        items = data.build(recipe, index, steps * shape.sequences, tokenizer, vocabulary, run / "data")
+    dropped = getattr(items, "dropped", 0)
+    if dropped:
+        options.say(f"phase {phase.label}: {dropped} examples are longer than a context and are left out")
+    if options.main:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        checkpoints.discard_unfinished(folder / "checkpoints")
+    rates = phase.rates
+    adam = optimizer(selection, rates.memory, rates.host)
+    warmup, schedule = phase.warmup_steps, phase.schedule
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        adam, lambda step: learning_rate_factor(step, steps, warmup, schedule)
+    )
+    title = f"{index + 1}/{len(recipe.phases)} {phase.label}"
+    members = [MetricsFile(folder / "metrics.jsonl"), TensorBoard(folder / "tensorboard"), *options.watchers(title)]
+    return PhaseTrainer(
+        distiller,
+        arguments(
+            folder / "checkpoints",
+            steps=steps,
+            shape=shape,
+            save_every=options.save_every or min(MOST_STEPS, max(1, steps // SAVES)),
+            seed=data.phase_seed(recipe, index) % 2**32,
+            device=options.device,
+        ),
+        phase=phase.label,
+        selection=selection,
+        data=items,
+        optimizer=adam,
+        scheduler=scheduler,
+        dose=dose,
+        memories=memories,
+        shape=shape,
+        layer_of=layer_of,
+        watcher=Watchers(members if options.main else []),
+    )
+
+
+def _train(trainer: Any, phase: Phase, saved: Path | None, folder: Path, options: Options) -> None:
+    done = checkpoints.step_of(saved) if saved else 0
+    if done:
+        options.say(f"phase {phase.label}: resuming after step {done} of {phase.total_steps}")
+    trainer.watcher.begin(done, phase.total_steps)
+    try:
+        trainer.train(resume_from_checkpoint=str(saved) if saved else None)
+    except torch.cuda.OutOfMemoryError as error:
+        raise JobError(
+            f"phase {phase.label}: out of GPU memory with {trainer.shape.micro} sequences of {phase.context} tokens a "
+            "forward\nuse a smaller --micro-batch, or --recompute"
+        ) from error
+    finally:
+        trainer.watcher.end()
+
+
+def layer_of(name: str) -> str:
+    """How an error calls the layer of a parameter."""
+    match = re.search(r"\blayers\.(\d+)\.", name)
+    return f"layer {match[1]}" if match else name
+
+
+def _losses(path: Path) -> dict[str, Any]:
+    rows = read_metrics(path)
+    if not rows:
+        return {}
+    tail = rows[-max(1, len(rows) // 10) :]
+    return {
+        "first_loss": rows[0]["loss"],
+        "last_loss": sum(row["loss"] for row in tail) / len(tail),
+        "passes": rows[-1]["passes"],
+    }
+

@@ -1,0 +1,305 @@
+"""A run: a recipe's swap and its phases, in one directory, resumed where it stopped.
+
+    RUN/recipe.yaml                       the recipe, word for word
+    RUN/run.json                          what was resolved, and where each phase stands
+    RUN/applied/                          the checkpoint that the phases start from
+    RUN/phases/NN-name/metrics.jsonl      one line a step; tensorboard/ beside it
+    RUN/phases/NN-name/checkpoints/       while the phase runs
+    RUN/phases/NN-name/model/             once it is finished
+    RUN/evaluation/before.json, after.json
+
+A phase is finished when its model directory is there, which appears in one step. Settings of a phase that has begun
+are fixed; those of later phases, and of evaluation and export, may still be changed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+import surgery
+from surgery.adaptation import data, measuring
+from surgery.adaptation.capacity import check_second_model
+from surgery.adaptation.phases import (
+    TEACHING,
+    Options,
+    choose,
+    current_dose,
+    dose_schedule,
+    is_finished,
+    is_started,
+    phase_folder,
+    run_phase,
+)
+from surgery.adaptation.schedules import batch_shape
+from surgery.adaptation.teaching import body_of, shares_weights
+from surgery.checkpoint.manifest import FILE, PhaseRecord, RunManifest, read_manifest, write_manifest
+from surgery.checkpoint.reading import open_checkpoint, read_config
+from surgery.checkpoint.staging import staged_directory, write_atomic
+from surgery.errors import UsageError
+from surgery.evaluation.loading import load_tokenizer, locate
+from surgery.hosts import load_model, resolve
+from surgery.recipe import Recipe, load_recipe
+
+RECIPE = "recipe.yaml"
+FREE = ("evaluation", "export", "phases", "max_drift", "inspection")  # sections that may change after the swap
+
+
+def distill(
+    recipe: Recipe,
+    run: Path,
+    *,
+    start: str | None = None,
+    options: Options | None = None,
+    evaluate: bool = True,
+    offline: bool | None = None,
+) -> dict[str, Any]:
+    """Apply a recipe where that has not been done, and run the phases that are not finished.
+
+    Args:
+        run: the run directory, new or of an earlier call with the same recipe.
+        start: a checkpoint to start from instead of applying the recipe to its base.
+        evaluate: measure the base before the phases and the result after them.
+
+    Returns:
+        What ``surgery distill --json`` writes: the run's manifest, its model, and the reports' figures.
+
+    Raises:
+        UsageError: the recipe, its data or its evaluation do not allow it, or the run was begun with other settings.
+        JobError: the swap drifts too far, a number is not finite, memory or disk are full.
+    """
+    options = options or Options()
+    # the other processes wait while the first tokenises or measures, however long that takes
+    state = PartialState(cpu=options.device == "cpu", timeout=timedelta(days=7))
+    base = resolve(recipe.model, recipe.revision, offline)
+    with state.main_process_first():
+        manifest = _begin(recipe, run, start, options, offline)
+    starts = [run / "applied", *(phase_folder(run, i, p) / "model" for i, p in enumerate(recipe.phases))]
+    pending = [i for i, phase in enumerate(recipe.phases) if not is_finished(phase_folder(run, i, phase))]
+    first = pending[0] if pending else len(recipe.phases)
+    stale = [i for i in range(first + 1, len(recipe.phases)) if is_started(phase_folder(run, i, recipe.phases[i]))]
+    if stale:
+        raise UsageError(
+            f"{run}: phase {recipe.phases[first].label} is not finished, but the later phase "
+            f"{recipe.phases[stale[0]].label} has begun\n"
+            f"  it was made from another model: remove {phase_folder(run, stale[0], recipe.phases[stale[0]])}"
+        )
+    after = run / "evaluation" / "after.json"
+    evaluate = evaluate and bool(recipe.phases)
+    if pending or (evaluate and not after.is_file()):
+        _check(recipe, starts[first], base, pending, options, evaluate)
+    baseline = None
+    if evaluate and not (run / "evaluation" / "before.json").is_file() and options.main:
+        baseline, report = measuring.figures(recipe, base, "base", options)
+        measuring.write_report(run / "evaluation" / "before.json", report)
+    state.wait_for_everyone()
+    for index in range(len(recipe.phases)):
+        record = manifest.phases[index]
+        if index not in pending:
+            continue
+        after.unlink(missing_ok=True)
+        record.status = "running"
+        _write(run, manifest, options)
+        figures = run_phase(recipe, index, starts[index], base, run, options)
+        record.status, record.figures = "finished", figures
+        _write(run, manifest, options)
+        state.wait_for_everyone()
+    if evaluate and not after.is_file() and options.main:
+        if baseline is None:
+            baseline, _ = measuring.figures(recipe, base, "base", options)
+        _, report = measuring.figures(recipe, starts[-1], recipe.name, options, baseline)
+        measuring.write_report(after, report)
+    if options.main:
+        shutil.rmtree(run / "data", ignore_errors=True)
+    return {
+        "schema": 1,
+        "kind": "distill",
+        "run": str(run),
+        "model": str(starts[-1]),
+        "manifest": manifest.model_dump(mode="json", by_alias=True),
+        "evaluation": {
+            name: str(path) for name in ("before", "after") if (path := run / "evaluation" / f"{name}.json").is_file()
+        },
+    }
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """The YAML paths at which two recipes differ, with both values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in [*old, *(key for key in new if key not in old)]:
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and len(old) == len(new):
+        for number, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from differences(one, other, f"{path}[{number}]")
+    elif old != new:
+        yield f"{path}: {_shown(old)} before, {_shown(new)} now"
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _begin(recipe: Recipe, run: Path, start: str | None, options: Options, offline: bool | None) -> RunManifest:
+    """The manifest of a new run, or of an old one that the recipe may continue. Applies where nothing is applied."""
+    if (run / FILE).is_file():
+        manifest = _continue(recipe, run, start)
+    elif run.is_dir() and any(entry.name != "applied" and not entry.name.startswith(".") for entry in run.iterdir()):
+        raise UsageError(f"--run {run}: holds files but no {FILE}, so it is no run\n  name a new or empty directory")
+    else:
+        manifest = None
+    applied = run / "applied"
+    drift = manifest.drift if manifest else None
+    if not (applied / "config.json").is_file():
+        run.mkdir(parents=True, exist_ok=True)
+        drift = _apply(recipe, applied, options, offline) if start is None else _copy(locate(start).path, applied)
+    elif manifest is None and start is not None:
+        _check_same(locate(start).path, applied)
+    swap = _swap(recipe, applied)
+    if manifest is None:
+        from surgery.hosts import adapter_for
+        from surgery.memory import create
+        from surgery.plan import why_inexact
+
+        config = read_config(applied)
+        adapter = adapter_for(config)
+        limit = create(swap["rule"], adapter.geometry(config, swap["layers"][0]), **swap.get("options", {}))
+        dose = 1.0 if recipe.memory.start == "paper" else 0.0
+        manifest = RunManifest(
+            surgery=surgery.__version__,
+            recipe=recipe.name,
+            overrides=list(recipe.overrides),
+            base=recipe.model,
+            revision=recipe.revision,
+            layers=swap["layers"],
+            rule=swap["rule"],
+            exact=start is None and why_inexact(swap["rule"], adapter.name, dose, limit.exact_limit) is None,
+            drift=drift,
+        )
+    manifest.recipe, manifest.overrides = recipe.name, list(recipe.overrides)
+    figures = {phase.name: phase.figures for phase in manifest.phases}
+    manifest.phases = [
+        PhaseRecord(
+            name=phase.label,
+            kind=phase.kind,
+            status="finished" if is_finished(phase_folder(run, index, phase)) else "pending",
+            steps=phase.total_steps,
+            tokens=phase.total_tokens,
+            figures=figures.get(phase.label, {}),
+        )
+        for index, phase in enumerate(recipe.phases)
+    ]
+    if options.main:
+        write_atomic(run / RECIPE, recipe.text)
+        write_manifest(run, manifest)
+    return manifest
+
+
+def _continue(recipe: Recipe, run: Path, start: str | None) -> RunManifest:
+    """The manifest of a run that was begun before, if ``recipe`` agrees with what has been done.
+
+    Raises:
+        UsageError: it does not; the message names the first difference.
+    """
+    manifest = read_manifest(run)
+    before = load_recipe(run / RECIPE, manifest.overrides)
+    old, new = before.model_dump(mode="json", by_alias=True), recipe.model_dump(mode="json", by_alias=True)
+    fixed = [d for key in old if key not in FREE for d in differences(old[key], new[key], key)]
+    for index, phase in enumerate(before.phases):
+        if not is_started(phase_folder(run, index, phase)):
+            continue
+        path = f"phases[{index}]"
+        if index >= len(recipe.phases):
+            fixed.append(f"{path}: {phase.label} before, absent now")
+            continue
+        fixed += differences(old["phases"][index], new["phases"][index], path)
+        doses = before.doses()[index], recipe.doses()[index]
+        fixed += differences(*map(list, doses), f"{path}.dose") if before.phases[index].dose is None else []
+    if fixed:
+        more = f" (and {len(fixed) - 1} more)" if len(fixed) > 1 else ""
+        raise UsageError(
+            f"{recipe.path}: {run} was begun with other settings\n  {fixed[0]}{more}\n"
+            "  restore them, name another --run, or remove the directory of a phase to start that phase over"
+        )
+    return manifest
+
+
+def _apply(recipe: Recipe, applied: Path, options: Options, offline: bool | None) -> dict[str, Any] | None:
+    from surgery.operation import apply
+
+    options.say(f"applying {recipe.name}")
+    return apply(recipe, applied, device=options.device, offline=offline).drift
+
+
+def _copy(source: Path, applied: Path) -> None:
+    """A run owns the checkpoint that it starts from."""
+    checkpoint = open_checkpoint(source)
+    with staged_directory(applied, checkpoint.weight_bytes) as staging:
+        shutil.copytree(source, staging, dirs_exist_ok=True)
+
+
+def _check_same(source: Path, applied: Path) -> None:
+    sizes = [
+        {p.name: p.stat().st_size for p in folder.iterdir() if p.suffix in (".safetensors", ".json")}
+        for folder in (source, applied)
+    ]
+    if sizes[0] != sizes[1]:
+        raise UsageError(f"--from {source}: {applied} holds another checkpoint already\n  name a new --run")
+
+
+def _swap(recipe: Recipe, applied: Path) -> dict[str, Any]:
+    """What the starting checkpoint says was swapped, checked against the recipe."""
+    swap = read_config(applied).get("surgery") or {}
+    if not swap.get("layers"):
+        raise UsageError(f"{applied}: no layer of this checkpoint was swapped\n  make one with: surgery apply RECIPE")
+    if swap["rule"] != recipe.memory.rule:
+        raise recipe.error(
+            ("memory", "rule"), f"{applied} holds {swap['rule']} memories", f"write rule: {swap['rule']}"
+        )
+    if isinstance(recipe.layers, tuple) and sorted(recipe.layers) != sorted(swap["layers"]):
+        raise recipe.error(("layers",), f"{applied} was swapped in layers {swap['layers']}", "name the same layers")
+    return swap
+
+
+def _check(
+    recipe: Recipe, start: Path, base: Path, pending: list[int], options: Options, evaluate: bool
+) -> None:
+    """Everything that a later phase or the evaluation would refuse, found before the first step.
+
+    Raises:
+        UsageError, JobError: as the phases would.
+    """
+    options.say("checking the phases, their data and the evaluation")
+    config = read_config(start)
+    tokenizer = load_tokenizer(start, config.get("vocab_size"))
+    body = body_of(load_model(start), config, config["surgery"]["layers"])
+    trainable = [parameter for parameter in body.model.parameters() if parameter.requires_grad]
+    original = open_checkpoint(base)
+    taught = any(recipe.phases[index].kind in TEACHING for index in pending)
+    moved = taught and not shares_weights(body, original)
+    dose = current_dose(body)
+    for index in pending:
+        phase = recipe.phases[index]
+        schedule = dose_schedule(recipe, index, dose)
+        selection = choose(recipe, index, body, schedule)
+        moved = moved or bool(selection.shared)
+        if moved and phase.kind in TEACHING:
+            count = sum(parameter.numel() for parameter in selection.trained.values())
+            check_second_model(sum(e.numel for e in original.tensors.values()), count, phase.label, options.device)
+        batch_shape(phase.sequences, phase.context, options.devices, 1)
+        data.check(recipe, index, tokenizer)
+        dose = schedule.stop
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+    if evaluate:
+        measuring.check(recipe, tokenizer)
+
+
+def _write(run: Path, manifest: RunManifest, options: Options) -> None:
+    if options.main:
+        write_manifest(run, manifest)

@@ -1,0 +1,81 @@
+"""A finished phase's model: the checkpoint it started from with the trained tensors in their new values.
+
+Trained tensors and doses are written in float32, the master weights as they are; every other tensor keeps its bytes.
+The configuration then says float32, so that a plain load gives the run's own weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from surgery.adaptation.parameters import Selection
+from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint
+from surgery.checkpoint.staging import staged_directory
+from surgery.checkpoint.writing import companions, copy_file, write_json
+from surgery.errors import JobError
+
+
+def trained_tensors(model: nn.Module, selection: Selection, mixers: Mapping[int, str]) -> dict[str, Tensor]:
+    """What a phase changes, by disk name: its trained parameters and the doses of the swapped memories.
+
+    Args:
+        model: the student before a teacher stands beside it, whose names are the disk's.
+        mixers: swapped layer -> name of its mixer module.
+    """
+    doses = {f"{name}.memory.dose": model.get_submodule(f"{name}.memory").dose for name in mixers.values()}
+    return {**selection.trained, **doses}
+
+
+@torch.no_grad()
+def write_model(
+    final: Path, source: Checkpoint, changed: Mapping[str, Tensor], files: Mapping[str, str] | None = None
+) -> None:
+    """Write ``source`` with ``changed`` tensors into the new directory ``final``.
+
+    Args:
+        source: the checkpoint that training started from; shards without a changed tensor are copied byte for byte.
+        changed: tensors by disk name, all of them in ``source``.
+        files: further text files by name.
+
+    Raises:
+        JobError: a changed tensor has no place in ``source``, or the disk is full.
+    """
+    from safetensors.torch import load_file, save_file
+
+    astray = sorted(name for name in changed if name not in source.tensors)
+    if astray:
+        raise JobError(f"{source.directory}: holds no tensor {astray[0]}, which was trained; nothing was written")
+    growth = sum(tensor.numel() * 4 for tensor in changed.values())
+    with staged_directory(final, source.weight_bytes + growth) as staging:
+        total = sum(entry.nbytes for entry in source.tensors.values())
+        for shard in source.shards:
+            mine = [name for name in changed if source.tensors[name].shard == shard]
+            if not mine:
+                copy_file(source.directory / shard, staging / shard)
+                continue
+            tensors = load_file(source.directory / shard)
+            for name in mine:
+                total += changed[name].numel() * 4 - source.tensors[name].nbytes
+                tensors[name] = changed[name].detach().to("cpu", torch.float32).contiguous()
+            save_file(tensors, staging / shard, metadata={"format": "pt"})
+        if source.shards != (SINGLE,):
+            index = json.loads((source.directory / INDEX).read_text(encoding="utf-8"))
+            index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
+            write_json(staging / INDEX, index)
+        for path in companions(source.directory):
+            copy_file(source.directory / path, staging / path)
+        write_json(staging / "config.json", _float32(source.config))
+        for name, text in (files or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
+
+
+def _float32(config: Mapping[str, Any]) -> dict[str, Any]:
+    written = {key: value for key, value in config.items() if key != "torch_dtype"}
+    written["dtype"] = "float32"
+    return written
