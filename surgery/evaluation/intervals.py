@@ -80,4 +80,4 @@ def wilson(successes: float, trials: int, level: float = LEVEL) -> tuple[float, 
     share = successes / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     reach = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return max(0.0, centre - reach), min(1.0, centre + reach)
+    return max(0.0, min(share, centre - reach)), min(1.0, max(share, centre + reach))

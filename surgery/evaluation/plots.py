@@ -99,8 +99,8 @@ def _recall_by_length(axis: Any, recalls: list[tuple[dict[str, Any], str]]) -> N
         rows = entry["recall"]["lengths"]
         share = [row["fraction"] for row in rows]
         reach = [
-            [row["fraction"] - row["interval"][0] for row in rows],
-            [row["interval"][1] - row["fraction"] for row in rows],
+            [max(0.0, row["fraction"] - row["interval"][0]) for row in rows],
+            [max(0.0, row["interval"][1] - row["fraction"]) for row in rows],
         ]
         lengths = [row["length"] for row in rows]
         style = {"marker": "o", "markersize": 4, "capsize": 3, "color": colour, "label": entry["name"]}

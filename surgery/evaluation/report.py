@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import surgery
+from surgery.evaluation.loading import Located, load
 from surgery.evaluation.perplexity import (
     Losses,
     by_position,
@@ -102,9 +105,7 @@ def measure(
 
         return advance
 
-    stream = stream_losses(model, tokens, progress=tick(f"{name}: stream", len(tokens) - 1))
-    whole = len(tokens) // context * context
-    windows = window_losses(model, tokens, context, progress=tick(f"{name}: windows of {context}", whole))
+    # the needles first: their lengths may be asked for in vain
     found = None
     if recall is not None and recall.lengths:
         haystack = recall.haystack or text
@@ -120,6 +121,9 @@ def measure(
             progress=None if progress is None else lambda done, total: progress(stage, done, total),
         )
         found["haystack"] = haystack.name
+    stream = stream_losses(model, tokens, progress=tick(f"{name}: stream", len(tokens) - 1))
+    whole = len(tokens) // context * context
+    windows = window_losses(model, tokens, context, progress=tick(f"{name}: windows of {context}", whole))
     return Measurement(name, tokens, stream, windows, context, found)
 
 
@@ -150,3 +154,35 @@ def build_report(measured: Measurement, baseline: Measurement | None = None) -> 
             "positions": by_position(measured.windows, edges, baseline.windows),
         }
     return report
+
+
+def evaluate(
+    model: Located,
+    baseline: Located | None = None,
+    *,
+    text: Text,
+    limit: int | None = None,
+    context: int | None = None,
+    recall: RecallPlan | None = None,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure a model, and a baseline, one after the other; arguments and errors as :func:`measure`, and those of
+    loading. Returns :func:`build_report`'s data with what it was measured with."""
+    found: list[Measurement] = []
+    dtype = None
+    for one in (model, baseline):
+        if one is None:
+            continue
+        network, tokenizer = load(one, device)
+        dtype = dtype or str(network.dtype).removeprefix("torch.")
+        options = {"limit": limit, "context": context, "recall": recall, "progress": progress}
+        found.append(measure(network, tokenizer, text, name=one.name, **options))
+        context = found[0].context
+        del network
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    report = build_report(*found)
+    versions = {"surgery": surgery.__version__, "torch": torch.__version__}
+    return report | {"measured_with": {"device": device, "dtype": dtype, **versions}}

@@ -7,6 +7,7 @@ rounds to 1, and is capped at 2^24 tokens; the share that was capped is reported
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -85,6 +86,7 @@ class HorizonMeter:
         self.tokens = 0
         self._sum = torch.zeros(num_heads, dtype=torch.float64, device=device)
         self._log_sum = torch.zeros_like(self._sum)
+        self._decay_sum = torch.zeros_like(self._sum)
         self._alpha = torch.zeros_like(self._sum)
         self._capped = torch.zeros((), dtype=torch.int64, device=device)
         self._bins = torch.zeros(_BINS, dtype=torch.int64, device=device)
@@ -96,10 +98,16 @@ class HorizonMeter:
         self.tokens += values.shape[0]
         self._sum += values.sum(0)
         self._log_sum += values.log().sum(0)
+        self._decay_sum += log_decay.sum(0)
         self._alpha += log_decay.exp().sum(0)
         self._capped += (values >= CAP).sum()
         index = (values.log2() * BINS_PER_OCTAVE).long().clamp_(0, _BINS - 1)
         self._bins += torch.bincount(index.flatten(), minlength=_BINS)
+
+    @property
+    def mean_log_decay(self) -> Tensor:
+        """[H] mean of log alpha_t."""
+        return self._decay_sum / self.tokens
 
     def quantile(self, share: float) -> float:
         """The value below which ``share`` of all tokens and heads lie, linear in log N inside a bin."""
@@ -185,13 +193,21 @@ def measure_horizons(
                 about: dict[str, Any] = {"rule": memory.rule}
                 if layer in states:
                     about["dose"] = memory.dose.item()
-                    found = memory.diagnostics(states[layer])
-                    about["diagnostics"] = {name: value.double().tolist() for name, value in found.items()}
+                    about["diagnostics"] = _diagnostics(memory, states[layer], meters[layer].mean_log_decay)
                 figures.append(meters[layer].result(layer, **about))
             return figures
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _diagnostics(memory: nn.Module, state: Tensor, log_decay: Tensor) -> dict[str, list[float]]:
+    """The memory's own figures of its state, a head; what it predicts for the next token, it predicts at the text's
+    mean decay."""
+    extra = {}
+    if "log_decay" in inspect.signature(memory.diagnostics).parameters:
+        extra["log_decay"] = log_decay.to(state.dtype).expand(state.shape[0], -1)
+    return {name: value.double().tolist() for name, value in memory.diagnostics(state, **extra).items()}
 
 
 def static_horizons(log_decay: Mapping[int, Tensor]) -> list[LayerHorizon]:

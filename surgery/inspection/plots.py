@@ -28,19 +28,19 @@ def plot_horizons(
     figures = sorted(figures, key=lambda figure: figure.layer)
     rows = len(figures)
     heads = max(len(figure.heads) for figure in figures)
-    height = min(16.0, max(3.6, 1.6 + 0.28 * rows))
-    picture = new_figure(min(20.0, 7.5 + 0.16 * heads), height)
+    height = min(16.0, max(3.6, 1.6 + (0.28 if rows <= 24 else 0.19) * rows))
+    picture = new_figure(min(18.0, 7.5 + 0.1 * heads), height)
     bars, heat = picture.subplots(1, 2, width_ratios=[1, 1.6])
     places = range(rows)
     colours = [CHOSEN if figure.layer in chosen else OTHER for figure in figures]
     values = [figure.figure(metric) for figure in figures]
-    bars.barh(places, values, color=colours, height=0.7, left=0)
+    bars.barh(places, values, color=colours, height=0.7)
     spread = ([figure.p10 for figure in figures], [figure.p90 for figure in figures])
     bars.hlines(places, *spread, color="black", linewidth=1)
     bars.set_xscale("log")
     bars.set_xlim(left=max(0.8, 0.7 * min(*spread[0], *values)))
     bars.set_ylim(rows - 0.5, -0.5)
-    bars.set_xlabel(f"N_t in tokens: {metric}; line: 10th to 90th percentile")
+    bars.set_xlabel(f"N_t in tokens: {metric}, 10th to 90th percentile")
     bars.set_ylabel("layer")
     bars.grid(axis="x", alpha=0.25)
 
@@ -51,7 +51,7 @@ def plot_horizons(
     image = heat.imshow(grid, norm=norm, cmap="magma", aspect="auto", interpolation="nearest")
     heat.set_xlabel("head")
     heat.set_xticks(_ticks(heads, 20))
-    picture.colorbar(image, ax=heat, label="N_t in tokens, mean of a head")
+    picture.colorbar(image, ax=heat, label="N_t in tokens, mean of a head", shrink=min(1.0, 5 / height))
     if rows * heads <= 160:
         for row, figure in enumerate(figures):
             for column, value in enumerate(figure.heads):
@@ -62,7 +62,7 @@ def plot_horizons(
     step = max(1, math.ceil(rows / 64))
     shown = [row for row in places if row % step == 0 or figures[row].layer in chosen]
     for axis in (bars, heat):
-        axis.set_yticks(shown, [str(figures[row].layer) for row in shown], fontsize=8 if rows <= 40 else 6)
+        axis.set_yticks(shown, [str(figures[row].layer) for row in shown], fontsize=8)
         for label, row in zip(axis.get_yticklabels(), shown, strict=True):
             if figures[row].layer in chosen:
                 label.set_color(CHOSEN)

@@ -1,0 +1,169 @@
+"""``surgery inspect``: which layers remember longest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from surgery.cli.common import DeviceOption, JsonOption
+
+if TYPE_CHECKING:
+    from surgery.inspection.measure import Inspection
+
+MODEL_HELP = "bundled:NAME, a checkpoint directory, a run directory (its latest model), or a hub id."
+TEXT_HELP = "bundled (Python's documentation), a text file or directory, or hub:NAME."
+DEFAULT_TOP = 4
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    text: Annotated[str | None, typer.Option("--text", metavar="FILE|bundled", help=TEXT_HELP)] = None,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Read at most this many: 64k.")] = "64k",
+    metric: Annotated[
+        str, typer.Option("--metric", metavar="mean|log-mean|median", help="What ranks the layers.")
+    ] = "mean",
+    top: Annotated[int | None, typer.Option("--top", metavar="K", help="Mark the K first.")] = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="Estimate from A_log and dt_bias alone; no text is read.")
+    ] = False,
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="PATH", help="Draw layers and heads: .png, .pdf or .svg.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="OUT.yaml", help="Write a recipe for the marked layers.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="palimpsa|bayesian", help="The recipe's memory rule.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Of a hub model.")] = None,
+    json_target: JsonOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Rank a model's layers by their forgetting horizon N_t = 1/(1 - alpha_t).
+
+    Streams text through the model and measures the decay alpha_t of every layer and head. On an upgraded model the
+    state of each swapped layer is described too.
+
+    [dim]Examples[/dim]
+      surgery inspect bundled:tiny-mamba2
+      surgery inspect ./my-model --text book.txt --tokens 256k --metric log-mean --plot layers.png
+      surgery inspect ./my-model --static --json -
+      surgery inspect bundled:tiny-gdn --top 4 --recipe mine.yaml --memory bayesian
+    """
+    from surgery.cli.common import err, out, pick_device, write_json
+    from surgery.cli.progress import progress_bars
+    from surgery.errors import UsageError
+    from surgery.evaluation.plots import check_plot_path
+    from surgery.inspection.draft import DEFAULT_MEMORY, MEMORIES, check_recipe_path, draft_recipe, write_recipe
+    from surgery.inspection.horizon import check_metric
+    from surgery.inspection.measure import inspect_model, inspect_static
+    from surgery.inspection.plots import plot_horizons
+
+    check_metric(metric)
+    limit = count_option("--tokens", tokens)
+    if static and text is not None:
+        raise UsageError("--static reads no text; leave out --text, or --static")
+    if memory is not None and recipe is None:
+        raise UsageError("--memory is the recipe's; add --recipe OUT.yaml")
+    if memory is not None and memory not in MEMORIES:
+        raise UsageError(f"--memory {memory}: choose {' or '.join(MEMORIES)}")
+    if top is not None and top < 1:
+        raise UsageError(f"--top {top}: mark at least one layer")
+    if plot is not None:
+        check_plot_path(plot)
+    if recipe is not None:
+        check_recipe_path(Path(recipe))
+    where = pick_device(device)
+
+    if static:
+        found = inspect_static(model, revision)
+    else:
+        with progress_bars() as bars:
+            advance = lambda done, total: bars("tokens", done, total)  # noqa: E731
+            found = inspect_model(model, text or "bundled", limit, where, revision=revision, progress=advance)
+    layers = len(found.figures)
+    if top is not None and top > layers:
+        raise UsageError(f"--top {top}: the model has only {layers} layers with such a mixer")
+    top = min(DEFAULT_TOP, layers) if top is None else top
+    result = found.as_dict(metric, top)
+    if not write_json(result, json_target):
+        _print(out, found, metric, result)
+    if plot is not None:
+        how = "estimated from A_log and dt_bias" if found.static else f"on {found.tokens:,} tokens of {found.text}"
+        plot_horizons(found.figures, metric, result["chosen"], f"{model}: forgetting horizon N_t {how}", plot)
+        err.print(f"picture: {plot}", style="dim", highlight=False)
+    if recipe is not None:
+        rule = memory or DEFAULT_MEMORY[found.host]
+        write_recipe(Path(recipe), draft_recipe(found, metric, top, rule, text or "bundled"))
+        err.print(f"recipe: {recipe}; next: surgery validate {recipe}", style="dim", highlight=False)
+
+
+def count_option(option: str, value: str) -> int:
+    """A count as people write it: 64k.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    from surgery.errors import UsageError
+    from surgery.recipe.sizes import parse_count
+
+    try:
+        number = parse_count(value)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}; write for example 64k") from None
+    if number < 1:
+        raise UsageError(f"{option}: {value} is less than 1; write for example 64k")
+    return number
+
+
+def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from surgery.inspection.horizon import ranked
+
+    how = (
+        "[yellow]static estimate[/yellow] from A_log and dt_bias, without data"
+        if found.static
+        else f"measured on {found.tokens:,} tokens of {escape(found.text)}"
+    )
+    out.print(f"[bold]{escape(found.model)}[/bold] ({found.host}): N_t in tokens, {how}", highlight=False)
+    chosen = set(result["chosen"])
+    extra = sorted({name for figure in found.figures for name in figure.diagnostics or {}})
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    capped = any(figure.capped for figure in found.figures)
+    for title in ("layer", "mean", "log-mean", "median", "p10", "p90", "means of heads", *["capped"] * capped):
+        marked = title == metric
+        table.add_column(f"[underline]{title}[/underline]" if marked else title, justify="right")
+    for name in extra:
+        table.add_column(name.replace("_", " "), justify="right")
+    for figure in ranked(found.figures, metric):
+        values = (figure.mean, figure.log_mean, figure.median, figure.p10, figure.p90)
+        heads = f"{_number(min(figure.heads))}-{_number(max(figure.heads))}"
+        described = [_spread((figure.diagnostics or {}).get(name)) for name in extra]
+        mark = figure.layer in chosen
+        layer = f"{figure.layer}" + (f" ({figure.rule})" if figure.rule != "host" else "")
+        share = [f"{figure.capped:.1%}"] * capped
+        row = (layer, *map(_number, values), heads, *share, *described)
+        table.add_row("●" if mark else "", *row, style="bold" if mark else None)
+    out.print(table)
+    out.print(f"● the {len(chosen)} of highest {metric}: {', '.join(map(str, result['chosen']))}", highlight=False)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _spread(values: list[float] | None) -> str:
+    """Median and maximum over heads."""
+    if not values:
+        return ""
+    middle = sorted(values)[len(values) // 2]
+    return f"{middle:.3g} (max {max(values):.3g})"
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(inspect)

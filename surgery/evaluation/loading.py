@@ -1,0 +1,118 @@
+"""From the name of a model, a run included, to a model and its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import UsageError
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where a model lies.
+
+    Attributes:
+        name: as the user wrote it, for tables.
+        path: its checkpoint directory.
+        run: the run directory it came from, None for a plain model.
+    """
+
+    name: str
+    path: Path
+    run: Path | None = None
+
+
+def locate(model: str, revision: str | None = None) -> Located:
+    """The checkpoint of ``bundled:NAME``, a directory, a run directory (its latest model) or a hub id.
+
+    Raises:
+        UsageError: there is no such model, or the run holds none yet.
+    """
+    from surgery.hosts import resolve
+
+    path = resolve(model, revision)
+    if (path / RUN_FILE).is_file():
+        return Located(model, latest_model(path), path)
+    return Located(model, path)
+
+
+def latest_model(run: Path) -> Path:
+    """The last finished phase's model of a run directory, or the applied checkpoint.
+
+    Raises:
+        UsageError: the run holds neither yet.
+    """
+    from surgery.checkpoint.manifest import read_manifest
+
+    manifest = read_manifest(run)
+    for number, phase in reversed(list(enumerate(manifest.phases, 1))):
+        model = run / "phases" / f"{number:02d}-{phase.name}" / "model"
+        if phase.status == "finished" and (model / "config.json").is_file():
+            return model
+    if (run / "applied" / "config.json").is_file():
+        return run / "applied"
+    raise UsageError(f"{run}: the run holds no model yet\n  run its phases with: surgery distill RECIPE --run {run}")
+
+
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
+    """The tokenizer of a checkpoint directory.
+
+    Args:
+        vocab_size: of the model; a tokenizer that makes larger ids is refused.
+
+    Raises:
+        UsageError: there is none, it cannot be read, or it does not fit the model.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    noisy = logging.getLogger("transformers")
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        except Exception:  # a model type that the Auto classes do not know; the file says enough
+            if not (path / "tokenizer.json").is_file():
+                raise
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UsageError(f"{path}: no tokenizer can be read there: {reason}\n  copy tokenizer.json beside it") from None
+    finally:
+        noisy.setLevel(level)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if vocab_size is not None and largest >= vocab_size:
+        raise UsageError(
+            f"{path}: the tokenizer makes ids up to {largest}, but the model's vocabulary holds {vocab_size}\n"
+            "  use the tokenizer that belongs to the model"
+        )
+    return tokenizer
+
+
+def load(located: Located, device: str, dtype: Any = None) -> tuple[Any, Any]:
+    """Model and tokenizer.
+
+    Args:
+        device: where to.
+        dtype: a torch dtype; None stands for float32 on a CPU, where half precisions are slow, and elsewhere for the
+            dtype the checkpoint is stored in.
+
+    Raises:
+        UsageError: an unsupported architecture, or no fitting tokenizer.
+        JobError: damaged weights.
+    """
+    import torch
+
+    from surgery.hosts import adapter_for, load_model, read_config
+
+    config = read_config(located.path)
+    parsed = adapter_for(config).parse(config)
+    tokenizer = load_tokenizer(located.path, parsed.vocab_size)
+    if dtype is None and device == "cpu":
+        dtype = torch.float32
+    return load_model(located.path, dtype=dtype, device=device), tokenizer

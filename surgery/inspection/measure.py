@@ -1,0 +1,143 @@
+"""Inspect a model by name: load it, read a text through it, rank its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surgery.errors import UsageError
+from surgery.evaluation.loading import Located, load, locate
+from surgery.evaluation.text import Text, encode, load_text, require_context
+from surgery.inspection.horizon import LayerHorizon, check_metric, measure_horizons, ranked, static_horizons
+
+LEAST_TOKENS = 256  # fewer say nothing of a layer that remembers for hundreds
+
+Progress = Callable[[int, int], Any]  # tokens read, tokens in all
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Figures of every layer that holds a mixer, in order.
+
+    Attributes:
+        model: its name. host: the family. path: the checkpoint directory.
+        text: what was read; None for the estimate without data.
+        tokens: how many tokens of it.
+    """
+
+    model: str
+    host: str
+    path: Path
+    figures: list[LayerHorizon]
+    text: str | None
+    tokens: int | None
+
+    @property
+    def static(self) -> bool:
+        return self.text is None
+
+    def as_dict(self, metric: str, top: int) -> dict[str, Any]:
+        """Plain data; ``layers`` in order of layers, ``ranking`` the longest memory first, ``chosen`` its first K."""
+        order = [figure.layer for figure in ranked(self.figures, metric)]
+        return {
+            "schema": 1,
+            "kind": "inspection",
+            "model": self.model,
+            "host": self.host,
+            "estimate": "static" if self.static else "measured",
+            "text": self.text,
+            "tokens": self.tokens,
+            "metric": metric,
+            "ranking": order,
+            "chosen": sorted(order[:top]),
+            "layers": [figure.as_dict() for figure in self.figures],
+        }
+
+
+def inspect_model(
+    model: str | Path,
+    data: Any = "bundled",
+    tokens: int = 64_000,
+    device: str = "cpu",
+    *,
+    revision: str | None = None,
+    root: Path | None = None,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Measure alpha_t of every layer and head on a text, the state carried on through it.
+
+    Args:
+        model: ``bundled:NAME``, a checkpoint or run directory, or a hub id.
+        data: a data specification; of the bundled text the part that training reads.
+        tokens: at most this many tokens.
+        root: where relative paths of ``data`` may stand; see :func:`surgery.evaluation.text.sources`.
+
+    Raises:
+        UsageError: no such model or text, an unsupported architecture, a text that is too short.
+        JobError: damaged weights, decays that are not numbers.
+    """
+    text = load_text(data, "train", root, limit=16 * tokens)
+    located = locate(str(model), revision)
+    network, tokenizer = load(located, device)
+    return inspect_loaded(network, tokenizer, text, tokens, located, progress=progress)
+
+
+def inspect_loaded(
+    network: Any, tokenizer: Any, text: Text, tokens: int, located: Located, *, progress: Progress | None = None
+) -> Inspection:
+    """As :func:`inspect_model`, of a model in memory whose mixers are grafts."""
+    from surgery.hosts import adapter_for, read_config
+
+    adapter = adapter_for(read_config(located.path))
+    encoded = encode(tokenizer, text, tokens)
+    require_context(encoded, min(tokens, LEAST_TOKENS))
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, len(encoded))
+
+    figures = measure_horizons(network, adapter.mixers(network), encoded, progress=advance)
+    return Inspection(located.name, adapter.name, located.path, figures, text.name, len(encoded))
+
+
+def inspect_static(model: str | Path, revision: str | None = None) -> Inspection:
+    """The estimate without data: from ``A_log`` and ``dt_bias`` alone, which are all that is read of the weights.
+
+    Raises:
+        UsageError: no such model, an unsupported architecture, tensors missing.
+    """
+    from surgery.checkpoint.reading import open_checkpoint
+    from surgery.hosts import adapter_for
+
+    located = locate(str(model), revision)
+    checkpoint = open_checkpoint(located.path)
+    adapter = adapter_for(checkpoint.config)
+    layers = adapter.mixer_layers(checkpoint.config)
+    names = [adapter.tensor_prefix(layer) + leaf for layer in layers for leaf in ("A_log", "dt_bias")]
+    missing = [name for name in names if name not in checkpoint.tensors]
+    if missing:
+        raise UsageError(f"{located.path}: tensor {missing[0]} is missing\n  config.json does not fit the weights")
+    log_decay = adapter.static_log_decay({name: checkpoint.read(name) for name in names}, checkpoint.config)
+    return Inspection(located.name, adapter.name, located.path, static_horizons(log_decay), None, None)
+
+
+def rank_layers(
+    model: str | Path,
+    metric: str = "mean",
+    data: Any = "bundled",
+    tokens: int = 64_000,
+    device: str = "cpu",
+    *,
+    revision: str | None = None,
+    root: Path | None = None,
+    progress: Progress | None = None,
+) -> list[LayerHorizon]:
+    """Every layer's figures, the longest memory by ``metric`` first; arguments and errors as :func:`inspect_model`."""
+    check_metric(metric)
+    inspection = inspect_model(model, data, tokens, device, revision=revision, root=root, progress=progress)
+    return ranked(inspection.figures, metric)
