@@ -1,0 +1,139 @@
+"""``surgery reproduce collision``: the talk's figures, its options, its outputs and its errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from surgery import reproduce
+from surgery.cli.reproduce import register
+from surgery.errors import UsageError
+
+PRINTED = {"boost": 0.73106, "bayesian_flood": 0.72309, "reset_flood": 0.35138}  # memory-by-design talk
+
+
+@pytest.fixture
+def run():
+    app = typer.Typer()
+    register(app)
+
+    @app.callback()
+    def root() -> None:
+        pass
+
+    runner = CliRunner()
+
+    def call(*arguments: str):
+        return runner.invoke(app, ["reproduce", "collision", *arguments])
+
+    return call
+
+
+def filter_by_hand(overlap: float, boost: int, flood: int, dim: int, noise: float) -> dict[str, float]:
+    """The two rules as matrices, one write after another, with numpy alone."""
+    keys = numpy.eye(6, dim)
+    keys[1, :2] = overlap, math.sqrt(1 - overlap**2)
+    writes = [*range(6)] * 2 + [1] * boost + [0] * flood
+    figures = {}
+    for rule in ("bayesian", "reset"):
+        mean, covariance = numpy.zeros((dim, 6)), 3 * numpy.eye(dim)
+        curve = []
+        for index in writes:
+            predicted = (covariance if rule == "bayesian" else 0) + noise * numpy.eye(dim)
+            key = keys[index]
+            gain = predicted @ key / (noise + key @ predicted @ key)
+            mean = mean + numpy.outer(gain, numpy.eye(6)[index] - key @ mean)
+            covariance = predicted - numpy.outer(gain, key @ predicted)
+            read = keys[1] @ mean
+            curve.append(1 / (1 + math.exp(read[0] - read[1])))
+        figures[f"{rule}_flood"] = curve[-1]
+        if rule == "bayesian":
+            figures["boost"] = curve[12 + boost - 1]
+    return figures
+
+
+def test_the_talks_figures(run):
+    result = run("--json", "-")
+    assert result.exit_code == 0
+    figures = json.loads(result.stdout)
+    for name, value in PRINTED.items():
+        assert figures[name] == pytest.approx(value, abs=5e-6)
+        assert figures["expected"][name] == pytest.approx(figures[name], abs=1e-12)
+    assert figures["boost"] == pytest.approx(1 / (1 + math.exp(-1)), abs=1e-12)
+    assert figures["talk"] == PRINTED
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ((0.92, 40, 60, 16, 0.05), (0.6, 3, 7, 6, 0.4), (-0.7, 1, 30, 9, 1e-3), (0.95, 0, 5, 16, 2.0), (0.3, 4, 0, 8, 0.1)),
+)
+def test_every_option_reaches_the_filter(run, settings):
+    names = ("--overlap", "--boost", "--flood", "--dim", "--noise")
+    arguments = [text for name, value in zip(names, settings, strict=True) for text in (name, str(value))]
+    result = run(*arguments, "--json", "-")
+    figures = json.loads(result.stdout)
+    for name, value in filter_by_hand(*settings).items():
+        assert figures[name] == pytest.approx(value, abs=1e-10), name
+        assert figures["expected"][name] == pytest.approx(value, abs=1e-10), name
+    assert (figures["talk"] is None) == (settings != (0.92, 40, 60, 16, 0.05))
+
+
+def test_the_table_shows_measured_beside_expected(run):
+    result = run()
+    assert result.exit_code == 0
+    for value in PRINTED.values():
+        assert result.stdout.count(f"{value:.5f}") == 3  # measured, expected, the talk's
+    assert "0.35138" not in run("--overlap", "0.9").stdout
+
+
+def test_the_curves_are_drawn(run, tmp_path):
+    path = tmp_path / "collision.svg"
+    result = run("--plot", str(path), "--json", str(tmp_path / "figures.json"))
+    assert result.exit_code == 0 and str(path) not in result.stdout
+    assert "<svg" in path.read_text()
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [len(curve) for curve in figures["curves"].values()] == [112, 112]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    (
+        (("--overlap", "1"), "--overlap"),
+        (("--overlap", "-1"), "--overlap"),
+        (("--overlap", "nan"), "--overlap"),
+        (("--dim", "5"), "--dim"),
+        (("--boost", "-1"), "--boost"),
+        (("--flood", "-3"), "--flood"),
+        (("--noise", "0"), "--noise"),
+        (("--noise", "-0.05"), "--noise"),
+        (("--noise", "inf"), "--noise"),
+        (("--plot", "/nowhere/x.png"), "--plot"),
+        (("--plot", "picture.txt"), "--plot"),
+    ),
+)
+def test_bad_values_are_usage_errors(run, arguments, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = run(*arguments).exception
+    assert isinstance(error, UsageError) and error.exit_code == 2
+    assert says in str(error) and len(str(error).splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_prints_one_line_for_a_bad_value():
+    program = "import sys; from surgery.cli import main; sys.argv = ['surgery', *sys.argv[1:]]; main()"
+    command = [sys.executable, "-c", program, "reproduce", "collision", "--dim", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == ["error: --dim 3: 6 independent keys need at least 6 dimensions"]
+
+
+def test_the_defaults_are_the_talks():
+    assert reproduce.Settings() == reproduce.Settings(0.92, 40, 60, 16, 0.05)
+    assert reproduce.collision(reproduce.Settings()).printed == PRINTED
