@@ -59,8 +59,13 @@ def bayesian(
         unit_gain: promises shrink = precision for every token, and picks the Cholesky form; otherwise the chunk is
             eliminated token by token.
         chunk_size: tokens a chunk, a power of two.
+
+    Raises:
+        RuntimeError: on a CUDA device whose float32 products are TF32.
     """
     check(q, k, v, decay)
+    if not torch.compiler.is_compiling():
+        _require_ieee_products(q.device.type)
     assert chunk_size & (chunk_size - 1) == 0, f"chunk_size {chunk_size} is no power of two"
     dtype = compute_dtype(q, k, v)
     tokens, heads, key_dim = v.shape[1], v.shape[2], k.shape[-1]
@@ -77,6 +82,15 @@ def bayesian(
     o, mean = _mean(q, k, values, a, p, u, gain, mean)
     o = o.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
     return o.to(v.dtype), torch.cat((mean, covariance), dim=-1)
+
+
+def _require_ieee_products(device: str) -> None:
+    """A covariance lost to rounding shows as NaN much later, or not at all: better to stop at once."""
+    if device == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        raise RuntimeError(
+            "the Bayesian rule's chunked form needs IEEE float32 products on a CUDA device, and TF32 is on: "
+            "call torch.set_float32_matmul_precision('highest')"
+        )
 
 
 def _chunks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from surgery.kernels.bayesian.chunked import _require_ieee_products
 from surgery.kernels.bayesian.chunked import bayesian as chunked
 from surgery.kernels.bayesian.reference import bayesian as reference
 from surgery.kernels.delta.reference import delta
@@ -259,6 +260,30 @@ def test_chunked_is_one_graph_for_torch_compile():
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     for a, b in zip(compiled(*arguments), call(*arguments), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_tf32_products_on_cuda_are_refused():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        with pytest.raises(RuntimeError, match="set_float32_matmul_precision"):
+            _require_ieee_products("cuda")
+        _require_ieee_products("cpu")
+        torch.set_float32_matmul_precision("highest")
+        _require_ieee_products("cuda")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", UNIT_GAIN)
+def test_float32_on_a_gpu_equals_sequential_float64_with_gradients(form):
+    arguments, p0 = lowered(form, 200, boundaries=True)
+    expected = results_and_gradients(reference, arguments, p0, None, UNIT_GAIN[form])
+    on_gpu = Arguments(*(x.float().cuda() for x in arguments))
+    got = results_and_gradients(chunked, on_gpu, p0.float().cuda(), None, UNIT_GAIN[form])
+    back = (got[0].double().cpu(), got[1].double().cpu(), {name: x.double().cpu() for name, x in got[2].items()})
+    assert_same(back, expected, 3e-5)
 
 
 def test_repeated_unit_key_gain_and_cross_variance():
