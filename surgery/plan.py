@@ -315,7 +315,7 @@ def inspection_measure(device: str = "cpu", progress: Callable[[int, int], Any] 
     """A measurement of every layer's N_t on the recipe's inspection text."""
 
     def measure(directory: Path, recipe: Recipe) -> dict[str, dict[int, float]]:
-        from surgery.inspection import inspect_model
+        from surgery.inspection.measure import inspect_model
 
         root = recipe.path.parent
         with at(recipe, ("inspection", "data") if recipe.inspection.data else ("data",)):

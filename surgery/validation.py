@@ -76,7 +76,7 @@ def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
     layers, _ = resolve_layers(recipe, available, checkpoint, measure=lambda *_: figures)
     check_mixers(recipe, checkpoint, adapter, available if measured else layers)
     plan_memory(recipe, checkpoint, adapter, layers)
-    parameters = format_count(round(sum(entry.numel for entry in checkpoint.tensors.values()), -5))
+    parameters = f"{sum(entry.numel for entry in checkpoint.tensors.values()):,}"
     chosen = recipe.layers_text if measured else ranges(layers)
     detail = f"{directory}: {adapter.name}, {parameters} parameters, layers {ranges(available)}; swaps {chosen}"
     return checkpoint, _check("model", detail)

@@ -136,16 +136,17 @@ def print_plan(plan: Plan, drift: str) -> None:
         shown = ", ".join(f"{layer}: {figures[layer]:.0f}" for layer in plan.layers)
         out.print(f"chosen as {recipe.layers_text}; N_t in tokens: {shown}")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("layer", "tensor", "", "shape", "dtype", "bytes"):
-        table.add_column(title, justify="right" if title in ("layer", "bytes") else "left", overflow="fold")
+    for title in ("tensor", "", "shape", "dtype", "bytes"):
+        table.add_column(title, justify="right" if title == "bytes" else "left", no_wrap=title == "tensor")
     for layer in plan.layers:
         prefix = plan.adapter.tensor_prefix(layer)
+        table.add_row(f"[bold]{prefix}[/bold]")
         for tensor in (*plan.kept, *plan.added):
             if tensor.name.startswith(prefix):
-                new = tensor.name.startswith(f"{prefix}memory.")
-                mark = "[green]added[/green]" if new else "kept"
+                name = tensor.name.removeprefix(prefix)
+                mark = "[green]added[/green]" if name.startswith("memory.") else "kept"
                 shape = " x ".join(map(str, tensor.shape)) or "scalar"
-                table.add_row(str(layer), tensor.name, mark, shape, tensor.dtype, f"{tensor.nbytes:,}")
+                table.add_row(f"  {name}", mark, shape, tensor.dtype, f"{tensor.nbytes:,}")
     out.print(table)
     others = len(plan.base.tensors) - len(plan.kept)
     out.print(f"{others} other tensors stay as they are, byte for byte")
@@ -167,8 +168,8 @@ def print_drift(report: ApplyReport) -> None:
     if drift is None:
         out.print("drift: not measured")
         return
-    title = f"drift on {drift['tokens']} tokens of {drift['text']}, float32"
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    out.print(escape(f"drift on {drift['tokens']} tokens of {drift['text']}, float32:"), soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
     if drift["kind"] == "layerwise":
         table.add_column("layer", justify="right")
         table.add_column("relative error of the mixer's output", justify="right")

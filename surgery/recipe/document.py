@@ -89,7 +89,7 @@ def read_document(path: Path) -> Document:
     if len(data) > MAX_BYTES:
         raise failure(str(path), (), f"is larger than {MAX_BYTES} bytes", "a recipe is a short file: check the path")
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise failure(f"{path}:{line}", (), "is not UTF-8 text", "save the recipe as UTF-8") from None
@@ -99,7 +99,7 @@ def read_document(path: Path) -> Document:
 def parse_document(text: str, name: str) -> Document:
     """Parse YAML text; ``name`` is what errors call it."""
     reader = _Reader(name)
-    value = reader.read(text)
+    value = reader.read(text.removeprefix("\ufeff"))
     return Document(name=name, text=text, value=value, lines=reader.lines)
 
 
@@ -144,7 +144,7 @@ class _Reader:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             self._refuse(event, path, f"the tag {tag!r} is not read", "write a plain value without '!'")
         if len(path) > MAX_DEPTH:
-            self._refuse(event, path[:3], f"nested deeper than {MAX_DEPTH} levels", "no recipe key is that deep")
+            self._refuse(event, path[:1], f"nested deeper than {MAX_DEPTH} levels", "no recipe key is that deep")
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value) if event.implicit[0] else event.value
         if isinstance(event, yaml.SequenceStartEvent):

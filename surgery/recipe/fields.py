@@ -20,10 +20,13 @@ def checked(check: Callable[[Any], Any], remedy: str) -> BeforeValidator:
     """A validator whose failures carry ``remedy`` beside the reason that ``check`` raised."""
 
     def validate(value: Any) -> Any:
-        try:
-            return check(value)
-        except ValueError as error:
-            raise PydanticCustomError("recipe", "{problem}", {"problem": str(error), "remedy": remedy}) from None
+        problem = "has no value"
+        if value is not None:
+            try:
+                return check(value)
+            except ValueError as error:
+                problem = str(error)
+        raise PydanticCustomError("recipe", "{problem}", {"problem": problem, "remedy": remedy})
 
     return BeforeValidator(validate)
 

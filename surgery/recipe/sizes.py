@@ -48,11 +48,12 @@ def parse_bytes(value: object) -> int:
 
 
 def format_count(number: int) -> str:
-    """``300M`` for 300 000 000: the shortest form that :func:`parse_count` reads back to the same number."""
+    """``300M`` for 300 000 000, with at most two decimals; :func:`parse_count` reads it back to the same number."""
     for unit in ("B", "M", "k"):
-        scale = COUNT_UNITS[unit]
-        if number >= scale and number * 100 % scale == 0:
-            return f"{number / scale:g}{unit}" if number < 10**15 else str(number)
+        hundredths, rest = divmod(number * 100, COUNT_UNITS[unit])
+        if hundredths >= 100 and not rest:
+            whole, decimals = divmod(hundredths, 100)
+            return f"{whole}.{decimals:02d}".rstrip("0").rstrip(".") + unit
     return str(number)
 
 
