@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from surgery.adaptation import instruction
 from surgery.adaptation.instruction import InstructDataset
-from surgery.adaptation.packing import PackedDataset, PackedTokens, read_tokens, tokenise, tokens_key, write_tokens
+from surgery.adaptation.packing import (
+    PackedDataset,
+    PackedTokens,
+    read_tokens,
+    require_window,
+    tokenise,
+    tokens_key,
+    write_tokens,
+)
 from surgery.errors import UsageError
 from surgery.evaluation.text import Source, describe, sources
 from surgery.recipe import Phase, Recipe
 
 SLACK = 1.1  # drawn sources take a little more or less than their share
 EARLY_RECORDS = 32  # of a hub data set that are read before the first step; files are read whole
+
+
+@contextmanager
+def placed(recipe: Recipe, path: tuple[str | int, ...]) -> Iterator[None]:
+    """Puts the recipe's line before a UsageError about what stands at ``path``."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{recipe.where(path)}: {error}") from None
 
 
 def phase_sources(recipe: Recipe, phase: Phase) -> list[tuple[str, float, list[Source]]]:
@@ -82,30 +100,32 @@ def check(recipe: Recipe, index: int, tokenizer: Any) -> None:
         UsageError, JobError: as :func:`build`.
     """
     phase = recipe.phases[index]
-    entries = phase_sources(recipe, phase)
-    if phase.kind == "instruct":
-        fits = 0
-        for _, _, found in entries:
-            for source in found:
-                rows = instruction.records(source.rows("train"), source.name)
-                for row, place in islice(rows, EARLY_RECORDS if source.kind == "hub" else None):
-                    if fits:  # the form of every record, the length of as many as it takes to find one that fits
-                        instruction.pieces(row, place, tokenizer)
-                    else:
-                        fits = len(instruction.encode(row, place, tokenizer).ids) <= phase.context
-        if not fits and all(source.kind != "hub" for _, _, found in entries for source in found):
-            raise UsageError(
-                f"phase {phase.label}: data: {entries[0][0]}: no example fits a context of {phase.context} tokens; "
-                "raise context"
-            )
-        return
-    for name, _, found in entries:
-        count = sum(map(len, tokenise(training_documents(found), tokenizer, phase.context + 1)))
-        if count <= phase.context:
-            raise UsageError(
-                f"phase {phase.label}: data: {name}: {count} tokens are shorter than one context of {phase.context} "
-                "and the token after it\ngive a longer text or a smaller context"
-            )
+    named = phase.data is not None or recipe.data is None
+    with placed(recipe, ("phases", index, "data") if named else ("data",)):
+        entries = phase_sources(recipe, phase)
+        if phase.kind == "instruct":
+            _check_records(phase, entries, tokenizer)
+            return
+        for name, _, found in entries:
+            count = sum(map(len, tokenise(training_documents(found), tokenizer, phase.context + 1)))
+            require_window(name, count, phase.context)
+
+
+def _check_records(phase: Phase, entries: list[tuple[str, float, list[Source]]], tokenizer: Any) -> None:
+    searching = whole = True
+    for _, _, found in entries:
+        for source in found:
+            whole = whole and source.kind != "hub"
+            rows = instruction.records(source.rows("train"), source.name)
+            for row, place in islice(rows, EARLY_RECORDS if source.kind == "hub" else None):
+                # the form of every record, the length of as many as it takes to find one that fits
+                instruction.pieces(row, place, tokenizer)
+                if searching:
+                    searching = len(instruction.encode(row, place, tokenizer).ids) > phase.context
+    if searching and whole:
+        raise UsageError(
+            f"data: {entries[0][0]}: no example fits a context of {phase.context} tokens; raise context"
+        )
 
 
 def _examples(found: Iterable[Source], tokenizer: Any) -> Iterator[instruction.Example]:

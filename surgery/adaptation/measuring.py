@@ -7,6 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from surgery.adaptation.data import placed
 from surgery.adaptation.phases import Options
 from surgery.checkpoint.staging import write_atomic
 from surgery.cli.common import strict
@@ -27,22 +30,24 @@ def check(recipe: Recipe, tokenizer: Any) -> None:
     Raises:
         UsageError: the evaluation's text is missing or too short, or a recall length holds no needle.
     """
-    text = _text(recipe)
-    tokens = encode(tokenizer, text, TOKENS)
-    require_context(tokens, default_context(len(tokens)))
-    haystack = Haystack(text.text, tokenizer)
-    for length in recipe.evaluation.recall.lengths:
-        haystack.prompt(random.Random(0), length, 0.5, "numbers")
+    with placed(recipe, ("evaluation", "text")):
+        text = _text(recipe)
+        tokens = encode(tokenizer, text, TOKENS)
+        require_context(tokens, default_context(len(tokens)))
+        haystack = Haystack(text.text, tokenizer)
+    for index, length in enumerate(recipe.evaluation.recall.lengths):
+        with placed(recipe, ("evaluation", "recall", "lengths", index)):
+            haystack.prompt(random.Random(0), length, 0.5, "numbers")
 
 
 def figures(
     recipe: Recipe, model: Path, name: str, options: Options, baseline: Measurement | None = None
 ) -> tuple[Measurement, dict[str, Any]]:
-    """Measure a checkpoint on the recipe's evaluation text; the report compares it with ``baseline`` if given."""
-    network, tokenizer = load(Located(name, model), options.device)
+    """Measure a checkpoint in float32 on the recipe's evaluation text; the report compares it with ``baseline``."""
+    network, tokenizer = load(Located(name, model), options.device, torch.float32)
     plan = RecallPlan(recipe.evaluation.recall.lengths, samples=SAMPLES, seed=recipe.seed)
-    watch = options.measuring
-    measured = measure(network, tokenizer, _text(recipe), name=name, limit=TOKENS, recall=plan, progress=watch)
+    with options.measuring() as watch:
+        measured = measure(network, tokenizer, _text(recipe), name=name, limit=TOKENS, recall=plan, progress=watch)
     return measured, build_report(measured, baseline)
 
 

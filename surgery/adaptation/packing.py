@@ -63,6 +63,19 @@ class PackedTokens:
         return {"input_ids": ids[:-1], "targets": targets, "reset": opens[:-1]}
 
 
+def require_window(name: str, tokens: int, context: int) -> None:
+    """Refuse a text of ``tokens`` tokens that does not fill one window.
+
+    Raises:
+        UsageError: naming the text.
+    """
+    if tokens <= context:
+        raise UsageError(
+            f"data: {name}: {tokens} tokens are shorter than one context of {context} and the token after it\n"
+            "  give a longer text or a smaller context"
+        )
+
+
 def tokenise(documents: Iterable[str], tokenizer: Any, limit: int | None = None) -> Iterator[list[int]]:
     """Token ids a document, each closed by the end-of-text token where the tokenizer has one, until ``limit`` tokens
     have been made; the last document is cut there."""
@@ -158,11 +171,7 @@ class PackedDataset(Dataset):
         self, sources: Sequence[PackedTokens], weights: Sequence[float], context: int, length: int, seed: int
     ) -> None:
         for source in sources:
-            if not source.windows(context):
-                raise UsageError(
-                    f"data: {source.name}: {len(source.ids)} tokens are shorter than one context of {context} "
-                    "and the token after it\ngive a longer text or a smaller context"
-                )
+            require_window(source.name, len(source.ids), context)
         self.sources, self.context, self.length = list(sources), context, length
         self.decks = [Deck(s.windows(context), (seed, 1 + number)) for number, s in enumerate(sources)]
         self._choice = self._place = None

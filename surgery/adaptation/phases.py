@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Options:
         recompute: recompute activations in the backward pass: less memory, more time.
         watchers: made for each phase from its title; told of its steps.
         say: takes a remark for the user.
-        measuring: told of a measurement's stage, prompts or tokens done and in all.
+        measuring: a context within which a measurement runs; its value is told of stage, done and total.
     """
 
     device: str = "cpu"
@@ -52,7 +53,7 @@ class Options:
     recompute: bool = False
     watchers: Callable[[str], list[Watcher]] = field(default=lambda title: [])
     say: Callable[[str], None] = field(default=lambda text: None)
-    measuring: Callable[[str, int, int], Any] | None = None
+    measuring: Callable[[], AbstractContextManager] = nullcontext
 
 
 def phase_folder(run: Path, index: int, phase: Phase) -> Path:

@@ -140,6 +140,10 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {_shown(old)} before, {_shown(new)} now"
 
 
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    return recipe.model_dump(mode="json", by_alias=True, warnings=False)
+
+
 def _shown(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -208,7 +212,7 @@ def _continue(recipe: Recipe, run: Path, start: str | None) -> RunManifest:
     """
     manifest = read_manifest(run)
     before = load_recipe(run / RECIPE, manifest.overrides)
-    old, new = before.model_dump(mode="json", by_alias=True), recipe.model_dump(mode="json", by_alias=True)
+    old, new = _plain(before), _plain(recipe)
     fixed = [d for key in old if key not in FREE for d in differences(old[key], new[key], key)]
     for index, phase in enumerate(before.phases):
         if not is_started(phase_folder(run, index, phase)):

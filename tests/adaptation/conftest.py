@@ -97,7 +97,7 @@ def make_recipe(tmp_path, text_file):
             "memory": {"rule": "palimpsa"},
             "data": str(text_file),
             "phases": phases,
-            "evaluation": {"text": str(text_file), "recall": {"lengths": [192]}},
+            "evaluation": {"text": str(text_file), "recall": {"lengths": [256]}},
             **sections,
         }
         path = tmp_path / f"{name}.yaml"
@@ -109,9 +109,32 @@ def make_recipe(tmp_path, text_file):
 
 def phase_of(kind, **keys):
     """A phase of a few steps of four sequences of 32 tokens."""
-    return {"kind": kind, "steps": 6, "context": 32, "batch": 128, "warmup": 2, "learning_rate": 3.0e-3, **keys}
+    return {"kind": kind, "steps": 6, "context": 32, "batch": 128, "warmup": 1, "learning_rate": 3.0e-3, **keys}
 
 
 @pytest.fixture
 def phase():
     return phase_of
+
+
+@pytest.fixture
+def make_body(make_base, tmp_path):
+    """(family, rule, dose) -> a student of a fresh random base, swapped in layers 0 and 2, and the base."""
+    import torch
+
+    from surgery.adaptation.teaching import body_of
+    from surgery.checkpoint.reading import open_checkpoint
+    from surgery.hosts import load_model
+    from surgery.memory import create
+
+    def make(family="mamba2", rule="palimpsa", dose=1.0, layers=(0, 2), **changes):
+        base = open_checkpoint(make_base(family, **changes))
+        model = load_model(base.directory, dtype=torch.float32)
+        body = body_of(model, base.config, list(layers))
+        for name in body.mixers.values():
+            mixer = model.get_submodule(name)
+            mixer.memory = create(rule, mixer.geometry)
+            mixer.memory.dose.fill_(dose)
+        return body, base
+
+    return make
