@@ -1,6 +1,7 @@
 """One door to every memory rule: picks the form that suits the device and the length, and says which.
 
-``SURGERY_KERNELS=reference|chunked|triton`` forces one form for the whole process, ``backend=`` for one call.
+``SURGERY_KERNELS=reference|chunked|triton`` forces one form for the whole process (where a rule has no such form its
+usual one runs), ``backend=`` for one call.
 """
 
 from __future__ import annotations
@@ -10,31 +11,76 @@ import importlib.util
 import os
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from .additive import chunked as additive_chunked
+from .additive import reference as additive_reference
+from .bayesian import chunked as bayesian_chunked
+from .bayesian import reference as bayesian_reference
+from .delta import chunked as delta_chunked
+from .delta import reference as delta_reference
+from .palimpsa import chunked as palimpsa_chunked
+from .palimpsa import reference as palimpsa_reference
 
 RULES = ("additive", "delta", "palimpsa", "bayesian")
 BACKENDS = ("reference", "chunked", "triton")
 
+# a table, not imports by name: torch.compile traces through it
+_FORMS: dict[tuple[str, str], Callable] = {
+    ("additive", "reference"): additive_reference.additive,
+    ("additive", "chunked"): additive_chunked.additive,
+    ("delta", "reference"): delta_reference.delta,
+    ("delta", "chunked"): delta_chunked.delta,
+    ("palimpsa", "reference"): palimpsa_reference.palimpsa,
+    ("palimpsa", "chunked"): palimpsa_chunked.palimpsa,
+    ("bayesian", "reference"): bayesian_reference.bayesian,
+    ("bayesian", "chunked"): bayesian_chunked.bayesian,
+}
 
-def _available(rule: str, backend: str) -> bool:
-    return importlib.util.find_spec(f"{__package__}.{rule}.{backend}") is not None
+
+@torch.compiler.assume_constant_result
+def _has(rule: str, backend: str) -> bool:
+    """Whether ``rule`` has the form ``backend``. Triton forms are imported when first asked for."""
+    if (rule, backend) in _FORMS:
+        return True
+    if backend != "triton" or any(importlib.util.find_spec(name) is None for name in _triton_modules(rule)):
+        return False
+    _FORMS[rule, backend] = getattr(importlib.import_module(f"{__package__}.{rule}.triton"), rule)
+    return True
 
 
-def picked(rule: str, device: str, tokens: int | None = None) -> str:
-    """The form that would run ``rule`` on ``device`` for ``tokens`` tokens (None: more than one)."""
+def _triton_modules(rule: str) -> tuple[str, str]:
+    return "triton", f"{__package__}.{rule}.triton"
+
+
+def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> str:
+    """The form that would run ``rule`` on ``device``.
+
+    Args:
+        tokens: how many tokens the call has; None for any number above one.
+
+    Raises:
+        ValueError: SURGERY_KERNELS names no form.
+    """
     forced = os.environ.get("SURGERY_KERNELS")
     if forced:
-        return forced
+        if forced not in BACKENDS:
+            raise ValueError(f"SURGERY_KERNELS={forced}: choose one of {', '.join(BACKENDS)}")
+        if _has(rule, forced):
+            return forced
     if tokens == 1:
         return "reference"
-    if device.startswith("cuda") and _available(rule, "triton"):
-        return "triton"
-    return "chunked" if _available(rule, "chunked") else "reference"
+    return "triton" if str(device).startswith("cuda") and _has(rule, "triton") else "chunked"
 
 
 def _form(rule: str, v: Tensor, backend: str | None) -> Callable:
-    name = backend or picked(rule, v.device.type, v.shape[1])
-    return getattr(importlib.import_module(f"{__package__}.{rule}.{name}"), rule)
+    name = backend or picked(rule, v.device, v.shape[1])
+    if name == "triton" and backend is None and v.dtype == torch.float64:
+        name = "chunked"  # the kernels compute in float32
+    if not _has(rule, name):
+        raise ValueError(f"the {rule} rule has no form {name!r}")
+    return _FORMS[rule, name]
 
 
 def additive(q, k, v, log_decay, *, state=None, reset=None, backend=None):
@@ -53,6 +99,25 @@ def palimpsa(q, k, v, b, log_decay, prior, *, state=None, reset=None, return_var
     return form(q, k, v, b, log_decay, prior, state=state, reset=reset, return_variance=return_variance)
 
 
-def bayesian(q, k, v, *gates, backend=None, **options):
+def bayesian(
+    q,
+    k,
+    v,
+    decay,
+    cov_decay_sqrt,
+    process_noise,
+    precision,
+    observation_noise,
+    erase,
+    shrink,
+    write,
+    *,
+    state=None,
+    initial_covariance,
+    unit_gain,
+    backend=None,
+):
     """The Bayesian rule in the form picked; see :func:`surgery.kernels.bayesian.reference.bayesian`."""
+    gates = (decay, cov_decay_sqrt, process_noise, precision, observation_noise, erase, shrink, write)
+    options = {"state": state, "initial_covariance": initial_covariance, "unit_gain": unit_gain}
     return _form("bayesian", v, backend)(q, k, v, *gates, **options)

@@ -21,24 +21,29 @@ def _substitute(lower: Tensor) -> Tensor:
     return inverse
 
 
+def _invert(lower: Tensor) -> Tensor:
+    size = lower.shape[-1]
+    flat = lower.reshape(-1, size, size)
+    block = min(_BASE, size)
+    grid = flat.unflatten(2, (-1, block)).unflatten(1, (-1, block))  # [X, n, b, n, b]
+    inverse = _substitute(grid.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))  # [X, n, b, b]
+    # merge neighbours: the lower left block of the pair's inverse is -inverse[1] lower[1, 0] inverse[0]
+    while block < size:
+        first, second = inverse[:, 0::2], inverse[:, 1::2]
+        pairs = flat.unflatten(2, (-1, 2 * block)).unflatten(1, (-1, 2 * block)).diagonal(dim1=1, dim2=3)
+        between = pairs.permute(0, 3, 1, 2)[..., block:, :block]
+        corner = -(second @ between @ first)
+        upper = torch.cat((first, torch.zeros_like(first)), -1)
+        inverse = torch.cat((upper, torch.cat((corner, second), -1)), -2)
+        block *= 2
+    return inverse.reshape(lower.shape)
+
+
 class _UnitLowerInverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lower: Tensor) -> Tensor:
-        size = lower.shape[-1]
-        flat = lower.reshape(-1, size, size)
-        block = min(_BASE, size)
-        grid = flat.unflatten(2, (-1, block)).unflatten(1, (-1, block))  # [X, n, b, n, b]
-        inverse = _substitute(grid.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))  # [X, n, b, b]
-        # merge neighbours: the lower left block of the pair's inverse is -inverse[1] lower[1, 0] inverse[0]
-        while block < size:
-            first, second = inverse[:, 0::2], inverse[:, 1::2]
-            pairs = flat.unflatten(2, (-1, 2 * block)).unflatten(1, (-1, 2 * block)).diagonal(dim1=1, dim2=3)
-            between = pairs.permute(0, 3, 1, 2)[..., block:, :block]
-            corner = -(second @ between @ first)
-            upper = torch.cat((first, torch.zeros_like(first)), -1)
-            inverse = torch.cat((upper, torch.cat((corner, second), -1)), -2)
-            block *= 2
-        inverse = inverse.reshape(lower.shape)
+        with torch.autocast(lower.device.type, enabled=False):
+            inverse = _invert(lower)
         ctx.save_for_backward(inverse)
         return inverse
 
@@ -46,7 +51,8 @@ class _UnitLowerInverse(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         transposed = inverse.mT
-        return -(transposed @ grad @ transposed).tril(-1)
+        with torch.autocast(grad.device.type, enabled=False):
+            return -(transposed @ grad @ transposed).tril(-1)
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import check, chunk_decays, chunk_length, compute_dtype, split, without_autocast
+from ..chunks import check, chunk_decays, chunk_length, compute_dtype, split
+from ..products import product
 
 
-@without_autocast
 def additive(
     q: Tensor,
     k: Tensor,
@@ -34,14 +34,16 @@ def additive(
 
     per_group = (groups, heads // groups)
     to_end = (v * decays.to_end[..., None]).unflatten(2, per_group)
-    written = torch.einsum("bngrcv,bngck->bngrvk", to_end, k).flatten(2, 3)
+    written = product("bngrcv,bngck->bngrvk", to_end, k).flatten(2, 3)
     memory = v.new_zeros(batch, heads, value_dim, key_dim) if state is None else state.to(dtype)
     starts = []
     for n in range(written.shape[1]):
         starts.append(memory)
         memory = decays.whole[:, n, :, None, None] * memory + written[:, n]
 
-    before = torch.einsum("bngck,bngrvk->bngrcv", q, torch.stack(starts, 1).unflatten(2, per_group)).flatten(2, 3)
-    scores = decays.within.unflatten(2, per_group) * (k @ q.mT)[:, :, :, None]
-    o = scores.flatten(2, 3).mT @ v + decays.from_start[..., None] * before
+    start = torch.stack(starts, 1).unflatten(2, per_group)
+    before = product("bngck,bngrvk->bngrcv", q, start).flatten(2, 3)
+    overlaps = product("bngsk,bngtk->bngst", k, q)
+    scores = (decays.within.unflatten(2, per_group) * overlaps[:, :, :, None]).flatten(2, 3)
+    o = product("bnhst,bnhsv->bnhtv", scores, v) + decays.from_start[..., None] * before
     return o.transpose(2, 3).flatten(1, 2)[:, :tokens].to(out_dtype), memory

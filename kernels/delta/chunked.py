@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import check, chunk_decays, chunk_length, compute_dtype, split, without_autocast
+from ..chunks import check, chunk_decays, chunk_length, compute_dtype, split
+from ..products import product
 from ..triangular import unit_lower_inverse
 
 
-@without_autocast
 def delta(
     q: Tensor,
     k: Tensor,
@@ -45,25 +45,28 @@ def delta(
 
     per_group = (groups, heads // groups)
     within = decays.within.unflatten(2, per_group)
-    overlaps = (within * (k @ k.mT)[:, :, :, None]).flatten(2, 3).mT.tril(-1)
-    solve = unit_lower_inverse(step[..., None] * overlaps) * step[..., None, :]  # T
-    values = solve @ v
+    overlaps = product("bngsk,bngtk->bngst", k, k)
+    coupling = (within * overlaps[:, :, :, None]).flatten(2, 3).mT.tril(-1)
+    solve = unit_lower_inverse(step[..., None] * coupling) * step[..., None, :]  # T
+    values = product("bnhts,bnhsv->bnhtv", solve, v)
     from_start = (solve * decays.from_start[..., None, :]).unflatten(2, per_group)
-    keys = torch.einsum("bngrcs,bngsk->bngrck", from_start, k).flatten(2, 3)  # E = values - keys M_0
+    keys = product("bngrts,bngsk->bngrtk", from_start, k).flatten(2, 3)  # E = values - keys M_0
 
     to_end = decays.to_end[..., None]
-    written = torch.einsum("bngck,bngrcv->bngrkv", k, (to_end * values).unflatten(2, per_group)).flatten(2, 3)
-    erased = torch.einsum("bngcl,bngrck->bngrlk", k, (to_end * keys).unflatten(2, per_group)).flatten(2, 3)
+    written = product("bngck,bngrcv->bngrkv", k, (to_end * values).unflatten(2, per_group)).flatten(2, 3)
+    erased = product("bngcl,bngrck->bngrlk", k, (to_end * keys).unflatten(2, per_group)).flatten(2, 3)
     memory = v.new_zeros(batch, heads, key_dim, value_dim) if state is None else state.to(dtype)
     starts = []
     for n in range(written.shape[1]):
         starts.append(memory)
-        # the decayed memory is added elementwise: it never passes through a product of lower precision
-        memory = decays.whole[:, n, :, None, None] * memory + (written[:, n] - erased[:, n] @ memory)
+        correction = written[:, n] - product("bhlk,bhkv->bhlv", erased[:, n], memory)
+        # the decayed memory is added elementwise: it never passes through a product of lower precision (TF32)
+        memory = decays.whole[:, n, :, None, None] * memory + correction
 
     start = torch.stack(starts, 1)  # [B, N, H, K, V]
-    corrections = values - keys @ start
-    before = torch.einsum("bngck,bngrkv->bngrcv", q, start.unflatten(2, per_group)).flatten(2, 3)
-    scores = (within * (k @ q.mT)[:, :, :, None]).flatten(2, 3)
-    o = scores.mT @ corrections + decays.from_start[..., None] * before
+    corrections = values - product("bnhtk,bnhkv->bnhtv", keys, start)
+    before = product("bngck,bngrkv->bngrcv", q, start.unflatten(2, per_group)).flatten(2, 3)
+    overlaps = product("bngsk,bngtk->bngst", k, q)
+    scores = (within * overlaps[:, :, :, None]).flatten(2, 3)
+    o = product("bnhst,bnhsv->bnhtv", scores, corrections) + decays.from_start[..., None] * before
     return o.transpose(2, 3).flatten(1, 2)[:, :tokens].to(out_dtype), memory
