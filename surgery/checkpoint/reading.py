@@ -181,7 +181,8 @@ def read_header(path: Path) -> list[TensorEntry]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
+        # numpy's way in maps the file for reading alone; torch's asks for writable memory of the file's size
+        with safe_open(path, framework="numpy") as file:
             entries = []
             for name in file.keys():  # noqa: SIM118 - the handle is not iterable
                 view = file.get_slice(name)

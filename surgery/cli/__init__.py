@@ -21,6 +21,8 @@ app = typer.Typer(
 
 
 def _register() -> None:
+    if app.registered_commands:
+        return
     for name in COMMANDS:
         module = importlib.import_module(f"surgery.cli.{name}")
         module.register(app)
