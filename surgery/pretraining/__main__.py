@@ -11,6 +11,7 @@ minutes; with ``--text FILE`` it measures the exported model on a text that was 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -77,7 +78,28 @@ def run_training(options: argparse.Namespace) -> None:
         text = load_text(options.text)
         result = evaluate(model, AutoTokenizer.from_pretrained(options.tokenizer), text.text, name=text.name)
         write_report(result, options.output / "evaluation.json")
+        if not options.no_export:
+            write_card(options.base, options.output)
         print(f"{options.base}: {result['bars']}", file=sys.stderr, flush=True)
+
+
+def write_card(name: str, directory: Path) -> None:
+    """README.md of a trained and measured base, from the reports beside it."""
+    import json
+
+    from safetensors import safe_open
+
+    from surgery.pretraining.bases import base_config
+    from surgery.pretraining.card import model_card
+
+    weights = directory / "model.safetensors"
+    with safe_open(weights, "pt") as tensors:
+        parameters = sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+    training, measured = (
+        json.loads((directory / f"{report}.json").read_text(encoding="utf-8")) for report in ("training", "evaluation")
+    )
+    card = model_card(name, base_config(name), weights.stat().st_size, parameters, training, measured)
+    (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -118,8 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", metavar="FILE", help="write the result there instead of to stdout")
     options = parser.parse_args(arguments)
-    from transformers import AutoTokenizer
-
+    from surgery.evaluation.loading import load_tokenizer
     from surgery.hosts import load_model, resolve
 
     try:
@@ -128,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = load_text(options.text)
         result = evaluate(
             model,
-            AutoTokenizer.from_pretrained(path),
+            load_tokenizer(path),
             text.text,
             name=text.name,
             lengths=options.lengths,
