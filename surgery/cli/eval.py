@@ -79,6 +79,8 @@ def evaluate(
             target, base, text=read, limit=limit, context=window, recall=recall, device=where, progress=bars
         )
     report["command"] = "surgery " + shlex.join(sys.argv[1:])
+    if target.run is not None:
+        report["checkpoint"] = str(target.path.relative_to(target.run))
     if not write_json(report, json_target):
         print_report(out, report)
     if target.run is not None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MODEL_HELP = "bundled:NAME, a checkpoint directory, a run directory (its latest model), or a hub id."
 TEXT_HELP = "bundled (Python's documentation), a text file or directory, or hub:NAME."
 DEFAULT_TOP = 4
+DIAGNOSTICS = {"importance_spread": "I max/min", "covariance_condition": "cond P"}  # short names for the table
 
 
 def inspect(
@@ -133,36 +134,36 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
     chosen = set(result["chosen"])
     extra = sorted({name for figure in found.figures for name in figure.diagnostics or {}})
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
     capped = any(figure.capped for figure in found.figures)
-    for title in ("layer", "mean", "log-mean", "median", "p10", "p90", "means of heads", *["capped"] * capped):
+    upgraded = any(figure.rule != "host" for figure in found.figures)
+    titles = ["layer", "mean", "log-mean", "median", "p10", "p90", "heads"]
+    titles += ["capped"] * capped + ["memory"] * upgraded + [DIAGNOSTICS.get(name, name) for name in extra]
+    for title in titles:
         marked = title == metric
-        table.add_column(f"[underline]{title}[/underline]" if marked else title, justify="right")
-    for name in extra:
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(f"[underline]{title}[/underline]" if marked else title, justify="right", no_wrap=True)
     for figure in ranked(found.figures, metric):
         values = (figure.mean, figure.log_mean, figure.median, figure.p10, figure.p90)
-        heads = f"{_number(min(figure.heads))}-{_number(max(figure.heads))}"
-        described = [_spread((figure.diagnostics or {}).get(name)) for name in extra]
+        heads = f"{min(figure.heads):,.0f}-{max(figure.heads):,.0f}"
+        described = [_middle((figure.diagnostics or {}).get(name)) for name in extra]
         mark = figure.layer in chosen
-        layer = f"{figure.layer}" + (f" ({figure.rule})" if figure.rule != "host" else "")
         share = [f"{figure.capped:.1%}"] * capped
-        row = (layer, *map(_number, values), heads, *share, *described)
-        table.add_row("●" if mark else "", *row, style="bold" if mark else None)
+        rule = ["" if figure.rule == "host" else figure.rule] * upgraded
+        layer = f"● {figure.layer:>3}" if mark else f"{figure.layer}"
+        row = (layer, *map(_number, values), heads, *share, *rule, *described)
+        table.add_row(*row, style="bold" if mark else None)
     out.print(table)
     out.print(f"● the {len(chosen)} of highest {metric}: {', '.join(map(str, result['chosen']))}", highlight=False)
+    notes = ["heads: least and most of a head's mean", *(f"{DIAGNOSTICS.get(n, n)}: median of heads" for n in extra)]
+    out.print("; ".join(notes), style="dim", highlight=False)
 
 
 def _number(value: float) -> str:
     return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
 
 
-def _spread(values: list[float] | None) -> str:
-    """Median and maximum over heads."""
-    if not values:
-        return ""
-    middle = sorted(values)[len(values) // 2]
-    return f"{middle:.3g} (max {max(values):.3g})"
+def _middle(values: list[float] | None) -> str:
+    """Median over heads."""
+    return f"{sorted(values)[len(values) // 2]:.3g}" if values else ""
 
 
 def register(app: typer.Typer) -> None:

@@ -1,0 +1,1 @@
+"""Export a run as an ordinary Hugging Face checkpoint."""
