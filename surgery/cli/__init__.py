@@ -8,7 +8,7 @@ import sys
 import typer
 
 # command -> one-line place where its function stands; listed in the order a user meets them
-COMMANDS: tuple[str, ...] = ("inspect", "eval", "recipes", "validate", "apply", "distill", "reproduce")
+COMMANDS: tuple[str, ...] = ("inspect", "eval", "recipes", "validate", "apply", "distill", "export", "reproduce")
 
 app = typer.Typer(
     name="surgery",
