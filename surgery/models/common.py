@@ -36,36 +36,14 @@ class BackboneOutput(NamedTuple):
     hidden_states: tuple[Tensor, ...] | None
 
 
-if hasattr(Cache, "get_conv_state"):  # the releases that call it ``cache``
+# transformers up to 5.17 or so: generation knows the cache of such models as ``cache_params``, later as ``cache``
+OLD_CACHE_NAME = not hasattr(Cache, "get_conv_state")
+
+if OLD_CACHE_NAME:
 
     @dataclass
     class CausalLMOutput(ModelOutput):
-        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see ``embeddings_first``)."""
-
-        loss: Tensor | None = None
-        logits: Tensor | None = None
-        cache: Cache | None = None
-        hidden_states: tuple[Tensor, ...] | None = None
-
-    MambaCausalLMOutput = CausalLMOutput
-else:  # generation looks for ``cache_params`` in models with mamba in their name, for ``past_key_values`` in others
-
-    @dataclass
-    class CausalLMOutput(ModelOutput):
-        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see ``embeddings_first``)."""
-
-        loss: Tensor | None = None
-        logits: Tensor | None = None
-        past_key_values: Cache | None = None
-        hidden_states: tuple[Tensor, ...] | None = None
-
-        @property
-        def cache(self) -> Cache | None:
-            return self.past_key_values
-
-    @dataclass
-    class MambaCausalLMOutput(ModelOutput):
-        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see ``embeddings_first``)."""
+        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see :class:`Backbone`)."""
 
         loss: Tensor | None = None
         logits: Tensor | None = None
@@ -75,6 +53,16 @@ else:  # generation looks for ``cache_params`` in models with mamba in their nam
         @property
         def cache(self) -> Cache | None:
             return self.cache_params
+else:
+
+    @dataclass
+    class CausalLMOutput(ModelOutput):
+        """Loss, float32 logits [B, T, vocabulary], the cache, and hidden states (see :class:`Backbone`)."""
+
+        loss: Tensor | None = None
+        logits: Tensor | None = None
+        cache: Cache | None = None
+        hidden_states: tuple[Tensor, ...] | None = None
 
 
 def layer_memory(swap: Swap, geometry: MemoryGeometry, layer: int) -> MemoryRule:
@@ -155,7 +143,6 @@ class GraftedCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _is_stateful = True
     _can_compile_fullgraph = True
-    output_class: ClassVar[type[ModelOutput]] = CausalLMOutput
     logit_scale: ClassVar[float] = 1.0  # logits are head(hidden) times this
 
     def finish(self) -> None:
@@ -188,6 +175,18 @@ class GraftedCausalLM(PreTrainedModel, GenerationMixin):
     def create_masks_for_generate(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
         """Generation keeps the plain padding mask: there is no attention to mask."""
         return attention_mask
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> Any:
+        """Generation's cache, in older releases under the one name that fits."""
+        if not OLD_CACHE_NAME:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = chosen(*(model_kwargs.pop(name, None) for name in ("cache", "cache_params", "past_key_values")))
+        if cache is None:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+            cache = chosen(*(model_kwargs.pop(name, None) for name in ("cache_params", "past_key_values")))
+        if cache is not None:
+            model_kwargs["cache_params"] = cache
+        return None
 
     def forward(
         self,
@@ -238,7 +237,7 @@ class GraftedCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        result = self.output_class(loss, logits, out.cache, out.hidden_states)
+        result = CausalLMOutput(loss, logits, out.cache, out.hidden_states)
         return result if return_dict else result.to_tuple()
 
     @torch.no_grad()

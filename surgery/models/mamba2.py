@@ -18,7 +18,7 @@ from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
 from surgery.graft import Mamba2Graft
 from surgery.graft.base import RMSNorm
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import Backbone, GraftedCausalLM, MambaCausalLMOutput, init_dt_bias, layer_memory
+from surgery.models.common import Backbone, GraftedCausalLM, init_dt_bias, layer_memory
 from surgery.models.configuration import SurgeryMamba2Config, Swap
 
 
@@ -98,7 +98,6 @@ class Mamba2ForCausalLM(GraftedCausalLM):
     config: Mamba2Config
     config_class = Mamba2Config
     base_model_prefix = "backbone"
-    output_class = MambaCausalLMOutput
     _no_split_modules = ("Mamba2Block",)
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
 
