@@ -64,8 +64,8 @@ def model_card(
         "## Recall by length",
         "",
         "One needle (\"One of the special magic numbers for KEY is: VALUE.\") in that text, asked for at the end; "
-        "right means that the true value is the most probable of ten of equal token length (chance 0.1). Five depths from "
-        "start to end, Wilson's 95% intervals. Training windows were "
+        "right means that the true value is the most probable of ten of equal token length (chance 0.1). Five depths "
+        "from start to end, Wilson's 95% intervals. Training windows were "
         f"{settings['context']} tokens long; longer rows show how far the memory reaches beyond them.",
         "",
         _recall(measured["recall"]),
@@ -83,7 +83,8 @@ def model_card(
         "## Training",
         "",
         f"- {training['tokens']:,} tokens in {training['steps']:,} steps of {settings['batch']} x "
-        f"{settings['context']}, on one {training['device']} at {speed:,.0f} tokens a second, torch {training['torch']}.",
+        f"{settings['context']}, on one {training['device']} at {speed:,.0f} tokens a second, torch "
+        f"{training['torch']}.",
         "- 82% public-domain English books (260 of them, 19th century and earlier), 5% source of Python's standard "
         "library without `pydoc_data` and tests, 13% generated recall documents: needles in book text and source, and "
         "listings of keys and values. Each document begins with `<|endoftext|>`.",

@@ -1,7 +1,8 @@
 """Muon for the hidden matrices, AdamW for everything else, and the learning rate's schedule.
 
-``torch.optim.Muon`` steps through its matrices one by one, some 25 small launches each; with 50 to 70 small matrices
-that would take a third of a training step here. This one does the same arithmetic on stacks of equal shapes.
+``torch.optim.Muon`` steps through its matrices one by one, some 25 small launches each, which is about 1600 a step for
+the 64 matrices of tiny-gdn, and takes a fused projection for one matrix. This one does the same arithmetic on stacks of
+equal shapes, parts of fused projections apart.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ layer's convolution window and memory state through, block by block, so that one
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -113,24 +112,33 @@ class StreamModel:
             total = sum(self.head_loss(part, self.weight, goal) for part, goal in parts)
         return total / goals.numel(), after
 
-    def check_finite(self, step: int, loss: float, tokens: Tensor, carries: list[Carry]) -> None:
-        """The watchdog: at a loss that is not finite, find the first layer that is at fault.
+    def check_finite(self, step: int, tokens: Tensor, carries: list[Carry]) -> None:
+        """The watchdog: if there was a ``step`` whose loss or gradient was not finite, name the first layer at fault.
+
+        Args:
+            step: the first such step, or -1 if there was none.
+            tokens: [B, T], what it read. carries: the latest; what is not finite stays so in them.
 
         Raises:
             JobError: naming step and layer.
         """
-        if math.isfinite(loss):
+        if step < 0:
             return
-        bad = [name for name, parameter in self.model.named_parameters() if not torch.isfinite(parameter).all()]
-        place = f"parameter {bad[0]} is not finite" if bad else "every parameter is finite"
+        found = [
+            f"parameter {name} is not finite"
+            for name, parameter in self.model.named_parameters()
+            if not torch.isfinite(parameter).all()
+        ][:1]
+        for index, carry in enumerate(carries):
+            if not all(torch.isfinite(part).all() for part in carry):
+                found.append(f"the memory of layer {index} is the first that is not finite")
+                break
         with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             x = self.embeddings(tokens)
-            for index, (block, carry) in enumerate(zip(self.blocks, carries, strict=True)):
-                if not all(torch.isfinite(part).all() for part in carry):
-                    place += f"; the state carried into layer {index} is not finite"
-                    break
+            for index, (block, carry) in enumerate(zip(self.blocks, self.start(len(tokens)), strict=True)):
                 x = self.block(block, x, *carry)[0]
                 if not torch.isfinite(x).all():
-                    place += f"; layer {index} is the first whose output is not finite"
+                    found.append(f"layer {index} is the first whose output is not finite")
                     break
-        raise JobError(f"step {step}: the loss is {loss}: {place}")
+        place = "; ".join(found) or "no layer shows it from an empty memory, so a gradient overflowed"
+        raise JobError(f"step {step}: the loss or its gradient is not finite: {place}")

@@ -15,7 +15,7 @@ import torch
 from surgery.errors import UsageError
 from surgery.pretraining.bases import CONTEXT, HORIZONS, base_config, create, initialise
 from surgery.pretraining.optimisation import optimisers, rate, set_rate
-from surgery.pretraining.stream import StreamModel
+from surgery.pretraining.stream import Carry, StreamModel
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,25 @@ def train(
         for optimiser, state in zip(found, saved["optimisers"], strict=True):
             optimiser.load_state_dict(state)
         first, history = saved["step"], saved["history"]
+        carries = [Carry(*carry) for carry in saved["carries"]]
+        dice.set_state(saved["dice"].cpu())
         say(f"{name}: continues at step {first}")
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    summed = torch.zeros((), device=device)
+    summed, failed = torch.zeros((), device=device), torch.full((), -1, device=device)
     mark, marked = time.monotonic(), first
     for step in range(first, steps):
         window = data[offsets + step * context].long()
         keep = torch.rand(rows, generator=dice, device=device) >= settings.restart
         carries = [carry.detached(keep) for carry in carries]
-        before = carries
         loss, carries = runner.loss(window[:, :-1], window[:, 1:], carries)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+        # no step is taken where something is not finite; asking the device each time would stall it
+        finite = torch.isfinite(loss.detach()) & torch.isfinite(norm)
+        failed = torch.where(finite | (failed >= 0), failed, step)
+        for parameter in parameters:
+            parameter.grad = torch.where(finite, parameter.grad, 0.0)
         set_rate(found, rate(step, steps))
         for optimiser in found:
             optimiser.step()
@@ -102,7 +108,8 @@ def train(
         last = step + 1 == steps
         if (step + 1) % settings.log_every == 0 or last or step == first:
             mean = summed.item() / (step + 1 - marked)
-            runner.check_finite(step, mean, window[:, :-1], before)
+            bad = int(failed)
+            runner.check_finite(bad, data[offsets + max(bad, 0) * context].long()[:, :-1], carries)
             elapsed = time.monotonic() - mark
             speed = (step + 1 - marked) * rows * context / elapsed
             left = (steps - step - 1) * rows * context / speed
@@ -113,7 +120,14 @@ def train(
             summed.zero_()
         if checkpoint is not None and ((step + 1) % checkpoint_every == 0) and not last:
             states = [optimiser.state_dict() for optimiser in found]
-            state = {"model": model.state_dict(), "optimisers": states, "step": step + 1, "history": history}
+            state = {
+                "model": model.state_dict(),
+                "optimisers": states,
+                "step": step + 1,
+                "history": history,
+                "carries": [tuple(x.detach() for x in carry) for carry in carries],
+                "dice": dice.get_state(),
+            }
             partial = checkpoint.with_suffix(".partial")
             torch.save(state, partial)
             partial.replace(checkpoint)
