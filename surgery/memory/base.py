@@ -123,7 +123,7 @@ class MemoryRule(nn.Module):
             module, _, leaf = name.rpartition(".")
             owner = self.get_submodule(module) if module else self
             after = getattr(owner, leaf)
-            if after.dtype != torch.float32 and after.device.type != "meta":
+            if after.dtype != torch.float32:
                 after.data = before.to(after.device)
         return self
 

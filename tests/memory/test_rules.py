@@ -176,6 +176,11 @@ def test_casts_keep_the_dose_and_the_small_parameters_in_float32(memory, inputs,
     o, state = memory(given)
     assert o.dtype == torch.bfloat16 and state.dtype == torch.float32
     assert torch.isfinite(o).all() and torch.isfinite(state).all()
+    # a plan reads the dtypes off a module that was never allocated
+    shadow = copy.deepcopy(memory).to("meta").float().to(torch.bfloat16)
+    assert {name: t.dtype for name, t in shadow.state_dict().items()} == {
+        name: t.dtype for name, t in memory.state_dict().items()
+    }
 
 
 def test_a_module_made_under_a_bf16_default_keeps_float32_parameters(geometry):
