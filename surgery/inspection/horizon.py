@@ -29,7 +29,8 @@ _BINS = 24 * BINS_PER_OCTAVE + 1
 
 def horizon(log_decay: Tensor) -> Tensor:
     """N = 1 / (1 - exp(log_decay)) in tokens, capped at 2^24; 1 at -inf, the cap at 0."""
-    return (-1.0 / torch.expm1(log_decay.double())).clamp(1.0, CAP)
+    # the magnitude, because a decay of +0 must give infinity and not minus infinity
+    return torch.expm1(log_decay.double()).abs().reciprocal().clamp(1.0, CAP)
 
 
 @dataclass(frozen=True)
