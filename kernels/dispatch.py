@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 
@@ -39,23 +40,26 @@ _FORMS: dict[tuple[str, str], Callable] = {
 }
 
 
+# the widest keys and values that a Triton form takes, known once it is imported
+_LIMITS: dict[str, tuple[float, float]] = {}
+
+
 @torch.compiler.assume_constant_result
 def _has(rule: str, backend: str) -> bool:
     """Whether ``rule`` has the form ``backend``. Triton forms are imported when first asked for."""
     if (rule, backend) in _FORMS:
         return True
-    if backend != "triton" or any(importlib.util.find_spec(name) is None for name in _triton_modules(rule)):
+    name = f"{__package__}.{rule}.triton"
+    if backend != "triton" or importlib.util.find_spec("triton") is None or importlib.util.find_spec(name) is None:
         return False
-    _FORMS[rule, backend] = getattr(importlib.import_module(f"{__package__}.{rule}.triton"), rule)
+    module = importlib.import_module(name)
+    _LIMITS[rule] = getattr(module, "MAX_KEY", math.inf), getattr(module, "MAX_VALUE", math.inf)
+    _FORMS[rule, backend] = getattr(module, rule)
     return True
 
 
-def _triton_modules(rule: str) -> tuple[str, str]:
-    return "triton", f"{__package__}.{rule}.triton"
-
-
 def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> str:
-    """The form that would run ``rule`` on ``device``.
+    """The form that would run ``rule`` on ``device``, for float32 or bfloat16 inputs of usual widths.
 
     Args:
         tokens: how many tokens the call has; None for any number above one.
@@ -69,33 +73,36 @@ def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> 
             raise ValueError(f"SURGERY_KERNELS={forced}: choose one of {', '.join(BACKENDS)}")
         if _has(rule, forced):
             return forced
-    if tokens == 1:
-        return "reference"
-    return "triton" if str(device).startswith("cuda") and _has(rule, "triton") else "chunked"
+    if str(device).startswith("cuda") and _has(rule, "triton"):
+        return "triton"
+    return "reference" if tokens == 1 else "chunked"
 
 
-def _form(rule: str, v: Tensor, backend: str | None) -> Callable:
-    name = backend or picked(rule, v.device, v.shape[1])
-    if name == "triton" and backend is None and v.dtype == torch.float64:
-        name = "chunked"  # the kernels compute in float32
+def _form(rule: str, k: Tensor, v: Tensor, backend: str | None) -> Callable:
+    tokens = v.shape[1]
+    name = backend or picked(rule, v.device, tokens)
     if not _has(rule, name):
         raise ValueError(f"the {rule} rule has no form {name!r}")
+    if name == "triton" and backend is None:
+        key_dim, value_dim = _LIMITS[rule]
+        if v.dtype == torch.float64 or k.shape[-1] > key_dim or v.shape[-1] > value_dim:
+            name = "reference" if tokens == 1 else "chunked"
     return _FORMS[rule, name]
 
 
 def additive(q, k, v, log_decay, *, state=None, reset=None, backend=None):
     """The additive rule in the form picked; see :func:`surgery.kernels.additive.reference.additive`."""
-    return _form("additive", v, backend)(q, k, v, log_decay, state=state, reset=reset)
+    return _form("additive", k, v, backend)(q, k, v, log_decay, state=state, reset=reset)
 
 
 def delta(q, k, v, log_decay, beta, *, state=None, reset=None, backend=None):
     """The gated delta rule in the form picked; see :func:`surgery.kernels.delta.reference.delta`."""
-    return _form("delta", v, backend)(q, k, v, log_decay, beta, state=state, reset=reset)
+    return _form("delta", k, v, backend)(q, k, v, log_decay, beta, state=state, reset=reset)
 
 
 def palimpsa(q, k, v, b, log_decay, prior, *, state=None, reset=None, return_variance=False, backend=None):
     """Palimpsa in the form picked; see :func:`surgery.kernels.palimpsa.reference.palimpsa`."""
-    form = _form("palimpsa", v, backend)
+    form = _form("palimpsa", k, v, backend)
     return form(q, k, v, b, log_decay, prior, state=state, reset=reset, return_variance=return_variance)
 
 
@@ -120,4 +127,4 @@ def bayesian(
     """The Bayesian rule in the form picked; see :func:`surgery.kernels.bayesian.reference.bayesian`."""
     gates = (decay, cov_decay_sqrt, process_noise, precision, observation_noise, erase, shrink, write)
     options = {"state": state, "initial_covariance": initial_covariance, "unit_gain": unit_gain}
-    return _form("bayesian", v, backend)(q, k, v, *gates, **options)
+    return _form("bayesian", k, v, backend)(q, k, v, *gates, **options)

@@ -1,0 +1,124 @@
+"""The door to the rules: which form runs, how it is forced, and that it is the form asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from surgery.kernels import dispatch
+
+
+@pytest.fixture(autouse=True)
+def unforced(monkeypatch):
+    monkeypatch.delenv("SURGERY_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "_FORMS", dict(dispatch._FORMS))
+    monkeypatch.setattr(dispatch, "_LIMITS", dict(dispatch._LIMITS))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Gives the delta rule a Triton form for keys of at most 16 entries, which returns zeros."""
+
+    def delta(q, k, v, log_decay, beta, *, state=None, reset=None):
+        return torch.zeros_like(v), state
+
+    module = types.ModuleType("surgery.kernels.delta.triton")
+    module.delta, module.MAX_KEY, module.MAX_VALUE = delta, 16, 512
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    find_spec = importlib.util.find_spec
+    installed = ("triton", module.__name__)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: name in installed or find_spec(name, *at))
+    monkeypatch.delitem(dispatch._FORMS, ("delta", "triton"), raising=False)
+    return delta
+
+
+def delta_arguments(tokens: int, key_dim: int = 8, dtype: torch.dtype = torch.float32):
+    q, k = torch.randn(2, 1, tokens, 2, key_dim, dtype=dtype)
+    return q, k, torch.randn(1, tokens, 2, 4, dtype=dtype), -torch.rand(1, tokens, 2), torch.rand(1, tokens, 2)
+
+
+@pytest.mark.parametrize("rule", dispatch.RULES)
+def test_on_a_cpu(rule):
+    """Decode steps are sequential, everything else is chunked, and both forms exist."""
+    assert dispatch.picked(rule, "cpu", 1) == "reference"
+    assert dispatch.picked(rule, "cpu", 2) == dispatch.picked(rule, torch.device("cpu")) == "chunked"
+    for backend in ("reference", "chunked"):
+        module = importlib.import_module(f"surgery.kernels.{rule}.{backend}")
+        assert dispatch._FORMS[rule, backend] is getattr(module, rule)
+
+
+def test_kernels_run_on_cuda(kernel):
+    assert dispatch.picked("delta", "cuda:1") == dispatch.picked("delta", "cuda", 1) == "triton"
+    assert dispatch.picked("delta", "cpu") == "chunked"
+
+
+@pytest.mark.parametrize("backend", dispatch.BACKENDS)
+def test_forced_for_the_process(kernel, monkeypatch, backend):
+    monkeypatch.setenv("SURGERY_KERNELS", backend)
+    for tokens in (1, 5):
+        assert dispatch.picked("delta", "cpu", tokens) == dispatch.picked("delta", "cuda", tokens) == backend
+
+
+def test_forced_where_there_is_no_such_form(monkeypatch):
+    """The other rules of a model go on in their usual forms."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None)
+    monkeypatch.setenv("SURGERY_KERNELS", "triton")
+    assert dispatch.picked("additive", "cpu", 1) == "reference"
+    assert dispatch.picked("additive", "cuda") == "chunked"
+    with pytest.raises(ValueError, match="additive rule has no form 'triton'"):
+        q = torch.randn(1, 3, 1, 4)
+        dispatch.additive(q, q, q, -torch.rand(1, 3, 1), backend="triton")
+
+
+def test_forced_by_a_wrong_name(monkeypatch):
+    monkeypatch.setenv("SURGERY_KERNELS", "trition")
+    with pytest.raises(ValueError, match="SURGERY_KERNELS=trition: choose one of reference, chunked, triton"):
+        dispatch.picked("delta", "cpu")
+
+
+def test_what_a_kernel_cannot_take_is_chunked(kernel, monkeypatch):
+    monkeypatch.setenv("SURGERY_KERNELS", "triton")
+    assert not dispatch.delta(*delta_arguments(5))[0].any()
+    for arguments in (delta_arguments(5, key_dim=17), delta_arguments(5, dtype=torch.float64)):
+        torch.testing.assert_close(dispatch.delta(*arguments), dispatch.delta(*arguments, backend="chunked"))
+    assert not dispatch.delta(*delta_arguments(5, key_dim=17), backend="triton")[0].any()
+
+
+@pytest.mark.parametrize("backend", [None, "reference", "chunked"])
+def test_the_form_asked_for_runs(monkeypatch, backend):
+    """Every argument of every rule reaches the form that was asked for."""
+    seen = {}
+
+    def form(rule, name):
+        def run(*args, **options):
+            seen[rule] = name, args, options
+
+        return run
+
+    for rule, name in list(dispatch._FORMS):
+        dispatch._FORMS[rule, name] = form(rule, name)
+    x, state, reset = torch.zeros(1, 3, 1, 2), object(), object()
+    gates = [object() for _ in range(8)]
+    options = {"state": state, "reset": reset}
+    dispatch.additive(x, x, x, 1, **options, backend=backend)
+    dispatch.delta(x, x, x, 1, 2, **options, backend=backend)
+    dispatch.palimpsa(x, x, x, 1, 2, 3, **options, return_variance=True, backend=backend)
+    covariance = {"state": state, "initial_covariance": object(), "unit_gain": True}
+    dispatch.bayesian(x, x, x, *gates, **covariance, backend=backend)
+    name = backend or "chunked"
+    assert seen == {
+        "additive": (name, (x, x, x, 1), options),
+        "delta": (name, (x, x, x, 1, 2), options),
+        "palimpsa": (name, (x, x, x, 1, 2, 3), {**options, "return_variance": True}),
+        "bayesian": (name, (x, x, x, *gates), covariance),
+    }
+
+
+def test_a_kernel_is_found_while_compiling(kernel, monkeypatch):
+    monkeypatch.setenv("SURGERY_KERNELS", "triton")
+    torch.compiler.reset()
+    o, _ = torch.compile(dispatch.delta, backend="eager", fullgraph=True)(*delta_arguments(5))
+    assert not o.any()
