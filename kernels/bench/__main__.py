@@ -1,0 +1,44 @@
+"""Time a memory rule's kernels on this machine's GPU: ``python -m surgery.kernels.bench palimpsa [--json PATH]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+BENCHES = ("palimpsa",)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m surgery.kernels.bench", description=__doc__)
+    parser.add_argument("rule", choices=BENCHES)
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of q, k, v and b")
+    parser.add_argument("--shape", action="append", help="only this shape; may be given several times")
+    parser.add_argument("--milliseconds", type=int, default=200, help="to repeat each measurement for")
+    parser.add_argument("--json", metavar="PATH", help="write the figures there too; - writes them alone, to stdout")
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("There is no CUDA device to time anything on.", file=sys.stderr)
+        return 1
+    bench = importlib.import_module(f".{options.rule}", __package__)
+    unknown = set(options.shape or ()) - set(bench.SHAPES)
+    if unknown:
+        parser.error(f"no shape {sorted(unknown)}; there are {', '.join(bench.SHAPES)}")
+    figures = bench.measure(options.dtype, options.shape or list(bench.SHAPES), options.milliseconds)
+    text = json.dumps(figures, indent=2)
+    if options.json == "-":
+        print(text)
+    else:
+        print(bench.table(figures))
+        if options.json:
+            Path(options.json).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

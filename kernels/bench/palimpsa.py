@@ -1,0 +1,175 @@
+"""Palimpsa on a GPU: forward, forward and backward, peak memory, decode; beside the authors' kernel and simple GLA."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.testing
+from torch import Tensor
+
+# reciprocals a second of one H200: 132 multiprocessors, 16 a clock, 1.98 GHz; each element of each token takes one
+CEILING = 4.2e12
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Shape(NamedTuple):
+    batch: int
+    tokens: int
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+
+
+class Authors(NamedTuple):
+    """The authors' public kernel on one H200 at the same shape, bf16: milliseconds, and MiB."""
+
+    forward: float
+    both: float
+    memory: float
+
+
+SHAPES = {
+    "170M": Shape(8, 4096, 16, 16, 48, 96),
+    "760M": Shape(4, 4096, 16, 16, 96, 192),
+    "2.7B": Shape(2, 4096, 80, 80, 128, 64),
+    "GDN-128": Shape(4, 4096, 16, 16, 128, 128),
+    "340M": Shape(8, 2048, 4, 4, 256, 256),
+    # Mamba2 2.7B as it is: one group of keys for all heads
+    "2.7B-grouped": Shape(2, 4096, 80, 1, 128, 64),
+}
+AUTHORS = {
+    "170M": Authors(14.15, 77.2, 3284),
+    "760M": Authors(28.1, 155.5, 5591),
+    "2.7B": Authors(38.5, 204.2, 6666),
+    "2.7B-grouped": Authors(38.5, 204.2, 6666),
+    "GDN-128": Authors(20.2, 108.3, 4946),
+    "340M": Authors(19.2, 108.7, 4532),
+}
+DECODE = Shape(64, 1, 80, 1, 128, 64)
+
+
+def inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, requires_grad: bool = False) -> dict[str, Tensor]:
+    """Random inputs of ``palimpsa`` with unit keys, decays from 0.55 to nearly 1, and b between 0 and 1."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device="cuda")
+
+    batch, tokens, heads, groups, key_dim, value_dim = shape
+    k = torch.nn.functional.normalize(normal(batch, tokens, groups, key_dim), dim=-1)
+    arguments = {
+        "q": normal(batch, tokens, groups, key_dim).to(dtype),
+        "k": k.to(dtype),
+        "v": normal(batch, tokens, heads, value_dim).to(dtype),
+        "b": normal(batch, tokens, heads, value_dim).sigmoid().to(dtype),
+        "log_decay": -torch.nn.functional.softplus(2 * normal(batch, tokens, heads) - 4),
+        "prior": normal(heads).exp(),
+    }
+    return {name: x.requires_grad_(requires_grad) for name, x in arguments.items()}
+
+
+def _median(run, milliseconds: int) -> float:
+    return triton.testing.do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+
+
+def _simple_gla(shape: Shape, arguments: dict[str, Tensor], milliseconds: int) -> float | None:
+    """Forward of the additive rule in flash-linear-attention, None when that is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    q, k = (arguments[name].repeat_interleave(shape.heads // shape.groups, 2) for name in "qk")
+    v, g = arguments["v"], arguments["log_decay"]
+    with torch.no_grad():
+        return _median(lambda: chunk_simple_gla(q, k, v, g, scale=1.0), milliseconds)
+
+
+def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
+    from surgery.kernels.palimpsa.triton import palimpsa
+
+    shape = SHAPES[name]
+    arguments = inputs(shape, dtype, requires_grad=True)
+    dy = torch.randn_like(arguments["v"])
+
+    def forward():
+        with torch.no_grad():
+            return palimpsa(**arguments)
+
+    def both():
+        return torch.autograd.grad(palimpsa(**arguments)[0], list(arguments.values()), dy)
+
+    both()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    memory = (torch.cuda.max_memory_allocated() - before) / 2**20
+    seconds = _median(forward, milliseconds)
+    total = _median(both, milliseconds)
+    elements = shape.batch * shape.tokens * shape.heads * shape.key_dim * shape.value_dim
+    row = {
+        "shape": shape._asdict(), "forward_ms": seconds, "forward_backward_ms": total, "peak_memory_mib": memory,
+        "forward_elements_per_second": elements / seconds * 1e3, "ceiling_elements_per_second": CEILING,
+    }
+    if name in AUTHORS and dtype == torch.bfloat16:
+        theirs = AUTHORS[name]
+        row["authors"] = {
+            **theirs._asdict(), "forward_ratio": theirs.forward / seconds, "both_ratio": theirs.both / total,
+            "memory_ratio": theirs.memory / memory,
+        }
+    row["simple_gla_forward_ms"] = _simple_gla(shape, {n: x.detach() for n, x in arguments.items()}, milliseconds)
+    return row
+
+
+def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
+    """One step against the time in which its states could be read and written once at copy bandwidth."""
+    from surgery.kernels.palimpsa.triton import palimpsa_step
+
+    arguments = inputs(DECODE, dtype)
+    batch, _, heads, _, key_dim, value_dim = DECODE
+    state = torch.rand(batch, 2, heads, value_dim, key_dim, device="cuda")
+    other = torch.empty_like(state)
+    copy = _median(lambda: other.copy_(state), milliseconds)
+    step = _median(lambda: palimpsa_step(**arguments, state=state), milliseconds)
+    return {"shape": DECODE._asdict(), "step_ms": step, "copy_ms": copy, "ratio": step / copy}
+
+
+def measure(dtype: str, names: list[str], milliseconds: int) -> dict:
+    """Medians of every shape named, as a JSON-able dictionary."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": dtype,
+        "shapes": {name: _one(name, DTYPES[dtype], milliseconds) for name in names},
+        "decode": _decode(DTYPES[dtype], milliseconds),
+    }
+
+
+def table(figures: dict) -> str:
+    """The figures as text, one line a shape."""
+    lines = [
+        f"Palimpsa on {figures['device']}, {figures['dtype']}, torch {figures['torch']}, triton {figures['triton']}",
+        "Ratios: the authors' public kernel on an H200, over this one. GLA: simple GLA's forward, where installed.",
+        f"{'shape':<13}{'fwd ms':>9}{'ratio':>7}{'fwd+bwd ms':>12}{'ratio':>7}{'MiB':>8}{'ratio':>7}"
+        f"{'elements/s':>12}{'of 4.2e12':>11}{'GLA ms':>8}",
+    ]
+    for name, row in figures["shapes"].items():
+        theirs = row.get("authors")
+        ratios = [f"{theirs[key]:.1f}" if theirs else "-" for key in ("forward_ratio", "both_ratio", "memory_ratio")]
+        speed, gla = row["forward_elements_per_second"], row["simple_gla_forward_ms"]
+        lines.append(
+            f"{name:<13}{row['forward_ms']:>9.3f}{ratios[0]:>7}{row['forward_backward_ms']:>12.3f}{ratios[1]:>7}"
+            f"{row['peak_memory_mib']:>8.0f}{ratios[2]:>7}{speed:>12.3g}{speed / CEILING:>11.2f}"
+            f"{'-' if gla is None else f'{gla:.3f}':>8}"
+        )
+    step = figures["decode"]
+    lines.append(
+        f"decode {tuple(step['shape'].values())}: {step['step_ms']:.3f} ms, copying the states {step['copy_ms']:.3f} ms"
+        f" ({step['ratio']:.2f} times)"
+    )
+    return "\n".join(lines)

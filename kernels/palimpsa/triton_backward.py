@@ -1,0 +1,439 @@
+"""Palimpsa's backward pass in Triton.
+
+With w_t = dy_t q_t^T / I_t, the adjoints run backwards, LM_t = w_t + a_{t+1} LM_{t+1} and
+LE_t = -w_t M_t / I_t + a_{t+1} LE_{t+1}, and every gradient is a contraction of them with the states of the same token:
+
+    dq_t = dy_t^T (M_t / I_t)    dv_t = LM_t k_t    db_t = LE_t k_t^2    dk_t = v_t^T LM_t + 2 k_t (b_t^T LE_t)
+    dI0 = -sum of w_t M_t / I_t  dg_t = a_t (<LM_t, M_{t-1}> + <LE_t, E_{t-1}>)
+
+So a backward walk needs the states in reverse order, and undoing a step divides by its decay: nothing is undone here.
+States are kept at the chunks' boundaries (matrix products), inside a chunk every 16 tokens, inside such a block every 4
+(both in a scratch that every chunk reuses), and the 4 tokens between in registers, a tile at a time.
+
+Tokens are taken in slabs from the last to the first, which bounds the memory; a slab is cut into as many segments as
+fill the device. A segment's adjoint at its end is found by one more walk (the adjoints' inflow is linear in it).
+"""
+
+# ruff: noqa: RUF005 - Triton's frontend knows no starred tuples
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_common import (
+    CHUNK,
+    INTERPRETED,
+    OPTIONS,
+    Decays,
+    backward_tiling,
+    chunk_states,
+    load_state,
+    load_vector,
+    reciprocal,
+    scan,
+    state_by_head,
+    store_state,
+)
+
+# bytes of boundary states and of partial sums in one slab
+SLAB_BYTES = 512 * 2**20
+
+# tokens between the states kept in the scratch inside a chunk; between those inside a block there are 4
+BLOCK = 16
+SLOTS = CHUNK // BLOCK - 1 + BLOCK // 4 - 1
+
+
+@triton.jit
+def _write(
+    M, E, k, v, b, decay, t, at_k, at_v, T, H, G, rows, keys,
+    K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
+    MASK_T: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr,
+):
+    """The state COUNT tokens later. ``decay``, ``at_k`` and ``at_v`` stand at token t."""
+    for u in tl.static_range(COUNT):
+        a = tl.load(decay + u)
+        vv = load_vector(v + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
+        bb = load_vector(b + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
+        M_next = ()
+        E_next = ()
+        for n in tl.static_range(PARTS):
+            kk = load_vector(k + at_k + u * G * K, n * WIDTH + keys, K, t + u, T, MASK_K, MASK_T)[None, :]
+            M_next = M_next + (M[n] * a + vv * kk,)
+            E_next = E_next + (E[n] * a + bb * (kk * kk),)
+        M = M_next
+        E = E_next
+    return M, E
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
+def _inflow_kernel(
+    q, k, v, b, dy, dvariance, decay, prior, states, adjoints, gains, T, H, G, S, first, count, length, padded,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, MASK_T: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr, VARIANCE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    # what a segment's own outputs add to the adjoint of the state that enters it: the sum of the decayed w_t
+    segment = 1 + tl.program_id(1)
+    bh = tl.program_id(2).to(tl.int64)
+    batch = bh // H
+    h = bh % H
+    hk = h // (H // G)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    keys = tl.arange(0, WIDTH)
+    p = tl.load(prior + h).to(tl.float32)
+    entering = states + (bh * count + segment * length) * (2 * V * K)
+    M, E = load_state(entering, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+    LM = ()
+    LE = ()
+    for _ in tl.static_range(PARTS):
+        LM = LM + (tl.zeros((ROWS, WIDTH), tl.float32),)
+        LE = LE + (tl.zeros((ROWS, WIDTH), tl.float32),)
+    gain = 1.0
+    begin = (first + segment * length) * CHUNK
+    for t in range(begin, min(min(begin + length * CHUNK, (first + count) * CHUNK), T)):
+        at_v = ((batch * T + t) * H + h) * V
+        at_k = ((batch * T + t) * G + hk) * K
+        a = tl.load(decay + bh * padded + t)
+        gain = gain * a
+        vv = load_vector(v + at_v, rows, V, t, T, MASK_V, False)[:, None]
+        bb = load_vector(b + at_v, rows, V, t, T, MASK_V, False)[:, None]
+        dd = load_vector(dy + at_v, rows, V, t, T, MASK_V, False)[:, None] * gain
+        if VARIANCE:
+            ss = load_vector(dvariance + at_v, rows, V, t, T, MASK_V, False)[:, None] * gain
+        M_next = ()
+        E_next = ()
+        LM_next = ()
+        LE_next = ()
+        for n in tl.static_range(PARTS):
+            kk = load_vector(k + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
+            qq = load_vector(q + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
+            m = M[n] * a + vv * kk
+            e = E[n] * a + bb * (kk * kk)
+            r = reciprocal(e + p, ASSEMBLY)
+            w = (dd * qq) * r
+            if VARIANCE:
+                LE_next = LE_next + (LE[n] - (w * m + (ss * qq) * (qq * r)) * r,)
+            else:
+                LE_next = LE_next + (LE[n] - w * (m * r),)
+            LM_next = LM_next + (LM[n] + w,)
+            M_next = M_next + (m,)
+            E_next = E_next + (e,)
+        M = M_next
+        E = E_next
+        LM = LM_next
+        LE = LE_next
+    store_state(adjoints + (bh * S + segment) * (2 * V * K), LM, LE, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+    if tl.program_id(0) == 0:
+        tl.store(gains + bh * S + segment, gain)
+
+
+@triton.jit
+def _over_keys(x, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """[ROWS, WIDTH] -> [ROWS, LANES]: the sum of the 4 neighbours that one thread holds."""
+    return tl.sum(tl.reshape(x, (ROWS, LANES, 4)), 2)
+
+
+@triton.jit
+def _over_rows(x, ROWS: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] -> [STRIDE, WIDTH]: the sum of the rows that one thread holds."""
+    return tl.sum(tl.reshape(x, (ROWS // STRIDE, STRIDE, WIDTH)), 0)
+
+
+@triton.jit
+def _stack(x):
+    """4 tensors of one shape -> [..., 2, 2], so that one sum across threads serves 4 tokens."""
+    return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+
+
+@triton.jit
+def _add(x, y):
+    return (x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3])
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
+def _adjoint_kernel(
+    q, k, v, b, dy, dvariance, decay, prior, states, scratch, adjoints, entering,
+    dq, dk, dv, db, dg, dprior, T, H, G, S, first, count, length, padded,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, MASK_T: tl.constexpr, MASK_V: tl.constexpr,
+    MASK_K: tl.constexpr, VARIANCE: tl.constexpr, ASSEMBLY: tl.constexpr,
+):
+    LANES: tl.constexpr = WIDTH // 4
+    SIZE: tl.constexpr = 2 * V * K
+    block_v = tl.program_id(0)
+    blocks_v = tl.num_programs(0)
+    segment = tl.program_id(1)
+    bh = tl.program_id(2).to(tl.int64)
+    batch = bh // H
+    h = bh % H
+    hk = h // (H // G)
+    rows = block_v * ROWS + tl.arange(0, ROWS)
+    keys = tl.arange(0, WIDTH)
+    # 4 tokens as [2, 2], after one or two other axes
+    steps = tl.reshape(tl.arange(0, 4), (1, 2, 2))
+    p = tl.load(prior + h).to(tl.float32)
+    edge = adjoints + (bh * S + segment) * SIZE
+    LM, LE = load_state(edge, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+    a_after = 1.0
+    dI = tl.zeros((ROWS, LANES), tl.float32)
+    own = scratch.to(tl.int64) + (bh * S + segment) * ((CHUNK // BLOCK + BLOCK // 4 - 2) * SIZE)
+    begin = segment * length
+    for i_chunk in range(min(length, count - begin)):
+        chunk = begin + min(length, count - begin) - 1 - i_chunk
+        t_chunk = (first + chunk) * CHUNK
+        at_chunk = (bh * count + chunk) * SIZE
+        blocks = tl.cdiv(min(T - t_chunk, CHUNK), BLOCK)
+        M, E = load_state(states + at_chunk, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+        for i in range((blocks - 1) * (BLOCK // 4)):
+            t = t_chunk + i * 4
+            at_v = ((batch * T + t) * H + h) * V
+            at_k = ((batch * T + t) * G + hk) * K
+            M, E = _write(M, E, k, v, b, decay + bh * padded + t, t, at_k, at_v, T, H, G, rows, keys,
+                          K, V, WIDTH, PARTS, 4, MASK_T, MASK_V, MASK_K)
+            if (i + 1) % (BLOCK // 4) == 0:
+                place = states + own + (i // (BLOCK // 4)) * SIZE
+                store_state(place, M, E, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+        tl.debug_barrier()
+        for i_block in range(blocks):
+            block = blocks - 1 - i_block
+            at_block = tl.where(block == 0, at_chunk, own + (block - 1) * SIZE)
+            M, E = load_state(states + at_block, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+            for i in range(BLOCK // 4 - 1):
+                t = t_chunk + block * BLOCK + i * 4
+                at_v = ((batch * T + t) * H + h) * V
+                at_k = ((batch * T + t) * G + hk) * K
+                M, E = _write(M, E, k, v, b, decay + bh * padded + t, t, at_k, at_v, T, H, G, rows, keys,
+                              K, V, WIDTH, PARTS, 4, MASK_T, MASK_V, MASK_K)
+                place = states + own + (CHUNK // BLOCK - 1 + i) * SIZE
+                store_state(place, M, E, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+            tl.debug_barrier()
+            for i in range(BLOCK // 4 - 1, -1, -1):
+                at_step = tl.where(i == 0, at_block, own + (CHUNK // BLOCK - 2 + i) * SIZE)
+                t = t_chunk + block * BLOCK + i * 4
+                at_v = ((batch * T + t) * H + h) * V
+                at_k = ((batch * T + t) * G + hk) * K
+                decays = decay + bh * padded + t
+                a = (tl.load(decays), tl.load(decays + 1), tl.load(decays + 2), tl.load(decays + 3))
+                a_next = (a[1], a[2], a[3], a_after)
+                a_after = a[0]
+                LM_next = ()
+                LE_next = ()
+                for n in tl.static_range(PARTS):
+                    columns = n * WIDTH + keys
+                    offsets = rows[:, None] * K + columns[None, :]
+                    if MASK_V or MASK_K:
+                        inside = (rows < V)[:, None] & (columns < K)[None, :]
+                        m = tl.load(states + at_step + offsets, mask=inside, other=0.0)
+                        e = tl.load(states + at_step + V * K + offsets, mask=inside, other=0.0)
+                    else:
+                        m = tl.load(states + at_step + offsets)
+                        e = tl.load(states + at_step + V * K + offsets)
+                    ks = ()
+                    k2s = ()
+                    vs = ()
+                    bs = ()
+                    ms = (m,)
+                    es = (e,)
+                    for u in tl.static_range(4):
+                        kk = load_vector(k + at_k + u * G * K, columns, K, t + u, T, MASK_K, MASK_T)[None, :]
+                        vv = load_vector(v + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
+                        bb = load_vector(b + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
+                        m = m * a[u] + vv * kk
+                        e = e * a[u] + bb * (kk * kk)
+                        ks = ks + (kk,)
+                        k2s = k2s + (kk * kk,)
+                        vs = vs + (vv,)
+                        bs = bs + (bb,)
+                        ms = ms + (m,)
+                        es = es + (e,)
+                    lm = LM[n]
+                    le = LE[n]
+                    dqs = ()
+                    dks = ()
+                    dvs = ()
+                    dbs = ()
+                    dgs = ()
+                    for u in tl.static_range(3, -1, -1):
+                        qq = load_vector(q + at_k + u * G * K, columns, K, t + u, T, MASK_K, MASK_T)[None, :]
+                        dd = load_vector(dy + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
+                        r = reciprocal(es[u + 1] + p, ASSEMBLY)
+                        mu = ms[u + 1] * r
+                        w = (dd * qq) * r
+                        wm = w * mu
+                        read = dd * mu
+                        if VARIANCE:
+                            ss = load_vector(dvariance + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
+                            sr = (ss * qq) * r
+                            wm += sr * (qq * r)
+                            read += 2.0 * sr
+                        lm = lm * a_next[u] + w
+                        le = le * a_next[u] - wm
+                        dI -= _over_keys(wm, ROWS, LANES)
+                        dqs = (_over_rows(read, ROWS, STRIDE, WIDTH),) + dqs
+                        from_b = _over_rows(bs[u] * le, ROWS, STRIDE, WIDTH)
+                        dks = (_over_rows(vs[u] * lm, ROWS, STRIDE, WIDTH) + (2.0 * ks[u]) * from_b,) + dks
+                        dvs = (_over_keys(lm * ks[u], ROWS, LANES),) + dvs
+                        dbs = (_over_keys(le * k2s[u], ROWS, LANES),) + dbs
+                        kept = _over_keys(lm * ms[u], ROWS, LANES) + _over_keys(le * es[u], ROWS, LANES)
+                        dgs = (_over_rows(kept, ROWS, STRIDE, LANES) * a[u],) + dgs
+                    LM_next = LM_next + (lm,)
+                    LE_next = LE_next + (le,)
+                    if n == 0:
+                        dv_sum = dvs
+                        db_sum = dbs
+                        dg_sum = dgs
+                    else:
+                        dv_sum = _add(dv_sum, dvs)
+                        db_sum = _add(db_sum, dbs)
+                        dg_sum = _add(dg_sum, dgs)
+                    token = (batch * (count * CHUNK) + t - first * CHUNK + steps) * H + h
+                    place = (token * blocks_v + block_v) * K + columns[:, None, None]
+                    if MASK_K:
+                        tl.store(dq + place, tl.sum(_stack(dqs), 0), mask=(columns < K)[:, None, None])
+                        tl.store(dk + place, tl.sum(_stack(dks), 0), mask=(columns < K)[:, None, None])
+                    else:
+                        tl.store(dq + place, tl.sum(_stack(dqs), 0))
+                        tl.store(dk + place, tl.sum(_stack(dks), 0))
+                LM = LM_next
+                LE = LE_next
+                place = at_v + steps * H * V + rows[:, None, None]
+                dv_all = tl.sum(_stack(dv_sum), 1).to(dv.dtype.element_ty)
+                db_all = tl.sum(_stack(db_sum), 1).to(db.dtype.element_ty)
+                if MASK_V or MASK_T:
+                    inside = (rows < V)[:, None, None] & (t + steps < T)
+                    tl.store(dv + place, dv_all, mask=inside)
+                    tl.store(db + place, db_all, mask=inside)
+                else:
+                    tl.store(dv + place, dv_all)
+                    tl.store(db + place, db_all)
+                steps_g = tl.reshape(tl.arange(0, 4), (2, 2))
+                token_g = (batch * T + t + steps_g) * H + h
+                dg_all = tl.sum(tl.sum(_stack(dg_sum), 1), 0)
+                if MASK_T:
+                    tl.store(dg + token_g * blocks_v + block_v, dg_all, mask=t + steps_g < T)
+                else:
+                    tl.store(dg + token_g * blocks_v + block_v, dg_all)
+            tl.debug_barrier()
+        tl.debug_barrier()
+    tl.store(dprior + (bh * S + segment) * blocks_v + block_v, tl.sum(tl.sum(dI, 1), 0))
+    if segment == 0:
+        LM_next = ()
+        LE_next = ()
+        for n in tl.static_range(PARTS):
+            LM_next = LM_next + (LM[n] * a_after,)
+            LE_next = LE_next + (LE[n] * a_after,)
+        store_state(entering + bh * SIZE, LM_next, LE_next, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+
+
+@triton.jit(do_not_specialize=["T", "G", "first", "padded"])
+def _gather_kernel(
+    partial, out, T, G, first, padded,
+    K: tl.constexpr, KEYS: tl.constexpr, TERMS: tl.constexpr, TOKENS: tl.constexpr,
+):
+    # the sum of a key head's partial gradients: over its value heads and their blocks of values
+    batch = tl.program_id(2).to(tl.int64)
+    group = tl.program_id(1)
+    step = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    keys = tl.arange(0, KEYS)
+    inside = ((step < padded) & (first + step < T))[:, None] & (keys < K)[None, :]
+    terms = partial + ((batch * padded + step) * G + group)[:, None] * (TERMS * K) + keys[None, :]
+    total = tl.zeros((TOKENS, KEYS), tl.float32)
+    for i in range(TERMS):
+        total += tl.load(terms + i * K, mask=inside, other=0.0)
+    place = out + ((batch * T + first + step) * G + group)[:, None] * K + keys[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _plan(batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, length: int, device) -> tuple[int, int]:
+    """Chunks a slab (whole segments of the forward pass) and chunks a segment of the backward pass."""
+    tiling = backward_tiling(key_dim, value_dim)
+    chunks = triton.cdiv(tokens, CHUNK)
+    blocks = tiling.blocks(value_dim)
+    per_chunk = 4 * batch * heads * (2 * value_dim * key_dim + 2 * CHUNK * blocks * key_dim)
+    slab = max(1, SLAB_BYTES // per_chunk // length) * length
+    slabs = triton.cdiv(chunks, slab)
+    slab = triton.cdiv(triton.cdiv(chunks, slabs), length) * length
+    slab = min(slab, chunks)
+    # about 8 warps of 255 registers fit a multiprocessor
+    places = _processors(device) * max(1, 8 // tiling.warps)
+    programs = batch * heads * blocks
+
+    def cost(segments: int) -> float:
+        """Waves of programs, each as long as its segment and a start; the walk for the inflow takes 0.3 of that."""
+        segment = triton.cdiv(slab, segments)
+        count = triton.cdiv(slab, segment)
+        waves = triton.cdiv(programs * count, places) + 0.3 * triton.cdiv(programs * (count - 1), places)
+        return (segment + 0.5) * waves
+
+    return slab, triton.cdiv(slab, min(range(1, min(slab, 16) + 1), key=cost))
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def backward(
+    dy: Tensor, dvariance: Tensor | None, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, b: Tensor,
+    table: Decays, prior: Tensor, starts: Tensor, length: int,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, b, log_decay, prior and of the initial state (as [B, H, 2, V, K]).
+
+    ``dfinal`` is the gradient of the final state as [B, 2, H, V, K]; ``starts`` and ``length`` are the forward pass's.
+    """
+    batch, tokens, heads, value_dim = v.shape
+    groups, key_dim = k.shape[2:]
+    device = v.device
+    tiling = backward_tiling(key_dim, value_dim)
+    blocks = tiling.blocks(value_dim)
+    chunks = triton.cdiv(tokens, CHUNK)
+    padded = chunks * CHUNK
+    slab, segment = _plan(batch, tokens, heads, key_dim, value_dim, length, device)
+    segments = triton.cdiv(slab, segment)
+    size = 2 * value_dim * key_dim
+
+    dq, dk, dv, db = (torch.empty_like(x) for x in (q, k, v, b))
+    dg = torch.empty(batch, tokens, heads, blocks, dtype=torch.float32, device=device)
+    dprior = torch.zeros(triton.cdiv(chunks, slab), batch, heads, segments * blocks, dtype=torch.float32, device=device)
+    edge = state_by_head(dfinal)
+    if edge is None:
+        edge = torch.zeros(batch, heads, 2, value_dim, key_dim, dtype=torch.float32, device=device)
+    elif dfinal is not None and edge.data_ptr() == dfinal.data_ptr():
+        edge = edge.clone()
+    # chunk states, then the scratch of the walks between them
+    scratch = batch * heads * slab * size
+    states = torch.empty(scratch + batch * heads * segments * SLOTS * size, dtype=torch.float32, device=device)
+    partial = torch.empty(2, batch * slab * CHUNK * heads * blocks * key_dim, dtype=torch.float32, device=device)
+    shape = {"K": key_dim, "V": value_dim, "ROWS": tiling.rows, "WIDTH": tiling.width, "PARTS": tiling.parts}
+    options = {
+        "MASK_V": value_dim % tiling.rows != 0, "MASK_K": key_dim != tiling.width * tiling.parts, "CHUNK": CHUNK,
+        "VARIANCE": dvariance is not None, "ASSEMBLY": not INTERPRETED, "num_warps": tiling.warps, **OPTIONS,
+    }
+    spread = dy if dvariance is None else dvariance
+    for i, first in reversed(list(enumerate(range(0, chunks, slab)))):
+        count = min(slab, chunks - first)
+        here = triton.cdiv(count, segment)
+        chunk_states(k, v, b, table, starts, states, length, first // length, count)
+        adjoints = edge
+        if here > 1:
+            adjoints = torch.empty(batch, heads, here, 2, value_dim, key_dim, dtype=torch.float32, device=device)
+            gains = torch.empty(batch, heads, here, dtype=torch.float32, device=device)
+            _inflow_kernel[(blocks, here - 1, batch * heads)](
+                q, k, v, b, dy, spread, table.each, prior, states, adjoints, gains, tokens, heads, groups, here, first,
+                count, segment, padded, **shape, MASK_T=False, **options,
+            )
+            scan(edge, adjoints, gains, reverse=True)
+        _adjoint_kernel[(blocks, here, batch * heads)](
+            q, k, v, b, dy, spread, table.each, prior, states, scratch, adjoints, edge, partial[0], partial[1], dv, db,
+            dg, dprior[i], tokens, heads, groups, here, first, count, segment, padded, **shape, STRIDE=tiling.stride,
+            BLOCK=BLOCK, MASK_T=tokens % BLOCK != 0, **options,
+        )
+        for terms, out in zip(partial, (dq, dk), strict=True):
+            keys = triton.next_power_of_2(key_dim)
+            rows = max(1, 2048 // keys)
+            _gather_kernel[(triton.cdiv(count * CHUNK, rows), groups, batch)](
+                terms, out, tokens, groups, first * CHUNK, count * CHUNK,
+                K=key_dim, KEYS=keys, TERMS=heads // groups * blocks, TOKENS=rows,
+            )
+    return dq, dk, dv, db, dg.sum(-1), dprior.sum((0, 1, 3)).to(prior.dtype), edge
