@@ -7,8 +7,19 @@ import sys
 
 import typer
 
-# command -> one-line place where its function stands; listed in the order a user meets them
-COMMANDS: tuple[str, ...] = ("inspect", "eval", "recipes", "validate", "apply", "distill", "export", "reproduce")
+# each is surgery/cli/NAME.py with a register(app); in the order that a user meets them
+COMMANDS: tuple[str, ...] = (
+    "demo",
+    "inspect",
+    "eval",
+    "recipes",
+    "validate",
+    "apply",
+    "distill",
+    "export",
+    "reproduce",
+    "check",
+)
 
 app = typer.Typer(
     name="surgery",

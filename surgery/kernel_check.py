@@ -1,0 +1,147 @@
+"""Each memory rule, in the form that would run on a device, against the sequential rule in float64 on the CPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from surgery.kernels import dispatch
+
+# relative Frobenius errors in float32: the torch forms reach 1e-6; the kernels may multiply in TF32
+TOLERANCES = {"reference": 1e-5, "chunked": 1e-5, "triton": 2e-3}
+_BATCH, _TOKENS, _GROUPS, _HEADS, _KEY_DIM, _VALUE_DIM = 2, 130, 2, 4, 32, 48
+
+
+@dataclass(frozen=True)
+class RuleCheck:
+    """What runs a rule on a device, and how far it is from the sequential rule in float64."""
+
+    rule: str
+    form: str  # for sequences
+    decode_form: str  # for one token
+    output_error: float  # the largest of outputs and states, of the sequences and of a decode step
+    gradient_error: float  # the largest over the arguments
+    worst_gradient: str  # the argument that has it
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        # a comparison with NaN is false
+        return self.output_error <= self.tolerance and self.gradient_error <= self.tolerance
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "passed": self.passed}
+
+
+def check(rule: str, device: str) -> RuleCheck:
+    """Run ``rule`` forward and backward on ``device`` in float32, on a problem drawn from a fixed seed, and compare.
+
+    Raises:
+        ValueError: SURGERY_KERNELS names no form.
+    """
+    form = dispatch.picked(rule, device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        arguments, options = _problem(rule)
+        weights = [torch.randn(_BATCH, _TOKENS, _HEADS, _VALUE_DIM), torch.randn(arguments["state"].shape)]
+    exact = {name: value.double() for name, value in arguments.items()}
+    expected, expected_gradients = _run(rule, exact, {**options, "backend": "reference"}, weights)
+    found, gradients = _run(rule, *(_move(x, device) for x in (arguments, options)), weights)
+    with torch.no_grad():
+        expected += _first_token(rule, exact, {**options, "backend": "reference"})
+        found += _first_token(rule, _move(arguments, device), _move(options, device))
+    _, output_error = _worst({i: _relative(a, b) for i, (a, b) in enumerate(zip(found, expected, strict=True))})
+    errors = {name: _relative(gradients[name], value) for name, value in expected_gradients.items()}
+    worst, gradient_error = _worst(errors)
+    return RuleCheck(
+        rule=rule,
+        form=form,
+        decode_form=dispatch.picked(rule, device, 1),
+        output_error=output_error,
+        gradient_error=gradient_error,
+        worst_gradient=worst,
+        tolerance=TOLERANCES[form],
+    )
+
+
+def _problem(rule: str) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Random differentiable arguments in float32, and the other options. Keys are unit vectors; documents reset."""
+    scalars = (_BATCH, _TOKENS, _HEADS)
+    keys = (_BATCH, _TOKENS, _GROUPS, _KEY_DIM)
+    arguments = {
+        "q": torch.randn(keys),
+        "k": normalize(torch.randn(keys), dim=-1),
+        "v": torch.randn(*scalars, _VALUE_DIM),
+    }
+    log_decay = -0.3 * torch.rand(scalars)
+    matrix = (_VALUE_DIM, _KEY_DIM)
+    if rule == "bayesian":
+        # a Gated DeltaNet host: steps in (0, 1), half of the covariance kept, noise that restores a unit prior
+        step, ones = 0.1 + 0.8 * torch.rand(scalars), torch.ones(scalars)
+        covariance_decay = 0.5 * (2 * log_decay).exp()
+        covariance = torch.eye(_KEY_DIM).expand(_BATCH, _HEADS, -1, -1)
+        arguments |= {
+            "decay": log_decay.exp(),
+            "cov_decay_sqrt": covariance_decay.sqrt(),
+            "process_noise": 1 - covariance_decay,
+            "observation_noise": 1 / step - 1,
+            "erase": ones,
+            "write": ones.clone(),
+            "state": torch.cat((torch.randn(_BATCH, _HEADS, _KEY_DIM, _VALUE_DIM), covariance), -1),
+        }
+        ones = torch.ones(_HEADS)
+        return arguments, {
+            "precision": ones,
+            "shrink": torch.ones(scalars),
+            "initial_covariance": ones,
+            "unit_gain": True,
+        }
+    arguments["log_decay"] = log_decay
+    if rule == "delta":
+        arguments["beta"] = torch.rand(scalars)
+        matrix = matrix[::-1]
+    if rule == "palimpsa":
+        arguments["b"] = torch.rand(*scalars, _VALUE_DIM)
+        arguments["prior"] = 0.5 + torch.rand(_HEADS)
+        arguments["state"] = torch.rand(_BATCH, 2, _HEADS, *matrix)
+    else:
+        arguments["state"] = torch.randn(_BATCH, _HEADS, *matrix)
+    reset = torch.zeros(_BATCH, _TOKENS, dtype=torch.bool)
+    reset[0, _TOKENS // 3] = True
+    return arguments, {"reset": reset}
+
+
+def _run(
+    rule: str, arguments: dict[str, Tensor], options: dict[str, object], weights: list[Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Outputs, and the gradients of every argument for the weighted sum of the outputs."""
+    leaves = {name: value.detach().requires_grad_() for name, value in arguments.items()}
+    outputs = getattr(dispatch, rule)(**leaves, **options)
+    total = sum((output * weight.to(output)).sum() for output, weight in zip(outputs, weights, strict=True))
+    return outputs, dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
+
+
+def _first_token(rule: str, arguments: dict[str, Tensor], options: dict[str, object]) -> tuple[Tensor, ...]:
+    """A decode step from the problem's state."""
+    first = {
+        name: value[:, :1] if isinstance(value, Tensor) and value.shape[1:2] == (_TOKENS,) else value
+        for name, value in {**arguments, **options}.items()
+    }
+    return getattr(dispatch, rule)(**first)
+
+
+def _move(values: dict[str, object], device: str) -> dict[str, object]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.double().cpu() - expected).norm() / expected.norm()).item()
+
+
+def _worst(errors: dict) -> tuple[object, float]:
+    """The entry with the largest error, a NaN before any number."""
+    return max(errors.items(), key=lambda item: (math.isnan(item[1]), item[1]))
