@@ -19,7 +19,7 @@ from surgery.evaluation.report import Measurement, RecallPlan, build_report, def
 from surgery.evaluation.text import Text, encode, load_text, require_context
 from surgery.recipe import Recipe
 
-TOKENS = 65_536  # of the text at most
+TOKENS = 16_384  # of the text at most; `surgery eval` reads more
 CHARACTERS = 16 * TOKENS
 SAMPLES = 5  # needles a length and depth
 

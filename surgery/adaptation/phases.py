@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -130,7 +131,6 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
     body = _student(source, options)
     dose = dose_schedule(recipe, index, current_dose(body))
     selection = choose(recipe, index, body, dose)
-    changed = saving.trained_tensors(body.model, selection, body.mixers)
     memories = {layer: body.model.get_submodule(f"{name}.memory") for layer, name in body.mixers.items()}
     steps = phase.total_steps
     micro = options.micro_batch or capacity.sequences_a_forward(body.model, phase.context, options.device)
@@ -158,6 +158,7 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
         **_losses(folder / "metrics.jsonl"),
     }
     if options.main:
+        changed = saving.trained_tensors(selection, memories, body.mixers)
         saving.write_model(folder / "model", source, changed)
     PartialState().wait_for_everyone()
     if options.main:
@@ -255,7 +256,10 @@ def _train(trainer: Any, phase: Phase, saved: Path | None, folder: Path, options
         options.say(f"phase {phase.label}: resuming after step {done} of {phase.total_steps}")
     trainer.watcher.begin(done, phase.total_steps)
     try:
-        trainer.train(resume_from_checkpoint=str(saved) if saved else None)
+        with warnings.catch_warnings():
+            # torch renames an argument that accelerate passes
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            trainer.train(resume_from_checkpoint=str(saved) if saved else None)
     except torch.cuda.OutOfMemoryError as error:
         raise JobError(
             f"phase {phase.label}: out of GPU memory with {trainer.shape.micro} sequences of {phase.context} tokens a "

@@ -12,23 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from surgery.adaptation.parameters import Selection
 from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint
 from surgery.checkpoint.staging import staged_directory
 from surgery.checkpoint.writing import companions, copy_file, write_json
 from surgery.errors import JobError
+from surgery.memory.base import MemoryRule
 
 
-def trained_tensors(model: nn.Module, selection: Selection, mixers: Mapping[int, str]) -> dict[str, Tensor]:
-    """What a phase changes, by disk name: its trained parameters and the doses of the swapped memories.
+def trained_tensors(
+    selection: Selection, memories: Mapping[int, MemoryRule], mixers: Mapping[int, str]
+) -> dict[str, Tensor]:
+    """What a phase changes, by disk name: its trained parameters and the doses of the swapped memories, as they are now
+    (moving a model replaces its buffers).
 
     Args:
-        model: the student before a teacher stands beside it, whose names are the disk's.
+        memories: swapped layer -> its memory.
         mixers: swapped layer -> name of its mixer module.
     """
-    doses = {f"{name}.memory.dose": model.get_submodule(f"{name}.memory").dose for name in mixers.values()}
+    doses = {f"{name}.memory.dose": memories[layer].dose for layer, name in mixers.items()}
     return {**selection.trained, **doses}
 
 

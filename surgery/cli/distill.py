@@ -56,7 +56,7 @@ def distill(
       surgery distill demo-bayesian
       surgery distill mine.yaml --run runs/mine --set phases.0.tokens=1M
       surgery distill mine.yaml --run runs/again --from runs/mine/phases/01-align/model
-      torchrun --nproc-per-node 8 --no-python surgery distill mine.yaml --run runs/mine
+      torchrun --nproc-per-node 8 --no-python -- surgery distill mine.yaml --run runs/mine
       tensorboard --logdir runs/mine/phases
     """
     import os

@@ -191,11 +191,11 @@ def test_begun_phases_are_fixed_and_later_ones_are_not(make_base, make_recipe, p
     # a dose in a later phase would take away the first one's default
     with pytest.raises(UsageError, match=r"phases\[0\]\.dose"):
         again("dose", [phases[0], phase("next-token", steps=3, dose={"from": 0, "to": 1})])
-    result = again("later", [phases[0], phase("next-token", steps=2), phase("next-token", name="more", steps=1)])
+    result = again("later", [phases[0], phase("next-token", steps=2), phase("next-token", name="more", steps=2)])
     assert [(p["name"], p["status"], p["steps"]) for p in result["manifest"]["phases"]] == [
         ("hidden", "finished", 3),
         ("next-token", "finished", 2),
-        ("more", "finished", 1),
+        ("more", "finished", 2),
     ]
     assert "more" in (run / "recipe.yaml").read_text()
 
