@@ -58,6 +58,6 @@ class _UnitLowerInverse(torch.autograd.Function):
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """(I + lower)^-1 for strictly lower-triangular [..., C, C]; C is a power of two, or at most 16.
 
-    What stands on or above the diagonal of ``lower`` must be zero. Once differentiable.
+    What stands on or above the diagonal of ``lower`` must be zero.
     """
     return _UnitLowerInverse.apply(lower)

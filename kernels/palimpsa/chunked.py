@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..chunks import check, compute_dtype, without_autocast
 from .walk import Segment, segment_tokens
@@ -45,6 +46,7 @@ class _Palimpsa(torch.autograd.Function):
         return o, variance, memory.transpose(0, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_o, grad_variance, grad_memory):
         q, k, v, b, log_decay, prior, reset, *carried = ctx.saved_tensors
         with torch.autocast(device_type=v.device.type, enabled=False):

@@ -73,12 +73,12 @@ def _show(versions: dict[str, str | None], device: str, rules: list) -> None:
     for name, value in {**versions, "device": device}.items():
         out.print(f"{name:<13}{value or 'not installed'}", highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("rule", "sequence", "token", "output error", "gradient error", "worst for", "tolerance"):
+    for title in ("rule", "sequences", "one token", "output error", "gradient error", "tolerance"):
         table.add_column(title, justify="right" if "error" in title else "left", no_wrap=True)
     for rule in rules:
-        verdict = f"[green]within {rule.tolerance:.0e}[/green]" if rule.passed else f"[red]over {rule.tolerance:.0e}[/red]"
+        verdict = "[green]within[/green]" if rule.passed else "[red]over[/red]"
         errors = f"{rule.output_error:.1e}", f"{rule.gradient_error:.1e}"
-        table.add_row(rule.rule, rule.form, rule.decode_form, *errors, rule.worst_gradient, verdict)
+        table.add_row(rule.rule, rule.form, rule.decode_form, *errors, f"{verdict} {rule.tolerance:.0e}")
     out.print(table)
 
 
