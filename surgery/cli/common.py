@@ -48,6 +48,16 @@ def strict(value: Any) -> Any:
     return value
 
 
+def check_json(target: str | None) -> None:
+    """Refuse a place where no JSON can be written, before any work.
+
+    Raises:
+        UsageError: the directory does not exist.
+    """
+    if target not in (None, "-") and not Path(target).parent.is_dir():
+        raise UsageError(f"--json {target}: the directory {Path(target).parent} does not exist; create it first")
+
+
 def write_json(result: Any, target: str | None) -> bool:
     """Write ``result`` to ``target``; returns whether stdout was taken (so that tables stay away from it)."""
     if target is None:
@@ -56,8 +66,6 @@ def write_json(result: Any, target: str | None) -> bool:
     if target == "-":
         print(text)
         return True
-    path = Path(target)
-    if not path.parent.is_dir():
-        raise UsageError(f"--json {target}: the directory {path.parent} does not exist; create it first")
-    path.write_text(text + "\n", encoding="utf-8")
+    check_json(target)
+    Path(target).write_text(text + "\n", encoding="utf-8")
     return False

@@ -71,11 +71,11 @@ def open_source(name: str) -> Source:
     Raises:
         UsageError: no run and no checkpoint, nothing swapped in it, tensors that do not fit its configuration.
     """
-    from surgery.hosts import adapter_for
+    from surgery.hosts import adapter_for, read_config
 
     located = locate(name)
+    adapter = adapter_for(read_config(located.path))
     checkpoint = open_checkpoint(located.path)
-    adapter = adapter_for(checkpoint.config)
     swap = checkpoint.config.get("surgery") or {}
     if not swap.get("layers"):
         raise UsageError(

@@ -112,11 +112,11 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
         UsageError: no such model, an unsupported architecture, tensors missing.
     """
     from surgery.checkpoint.reading import open_checkpoint
-    from surgery.hosts import adapter_for
+    from surgery.hosts import adapter_for, read_config
 
     located = locate(str(model), revision)
+    adapter = adapter_for(read_config(located.path))
     checkpoint = open_checkpoint(located.path)
-    adapter = adapter_for(checkpoint.config)
     layers = adapter.mixer_layers(checkpoint.config)
     names = [adapter.tensor_prefix(layer) + leaf for layer in layers for leaf in ("A_log", "dt_bias")]
     missing = [name for name in names if name not in checkpoint.tensors]

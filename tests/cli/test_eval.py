@@ -1,0 +1,95 @@
+"""``surgery eval``: tables, JSON, pictures, runs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from surgery.evaluation.text import encode, load_text
+
+
+def refused(result, code, *words):
+    assert result.code == code, result.err
+    assert 1 <= len(result.err.strip().splitlines()) <= 5 and "Traceback" not in result.err
+    assert not result.out
+    for word in words:
+        assert word in result.err
+
+
+def test_json_against_the_model_itself(surgery, bases, tmp_path):
+    """Perplexity and bits per byte of a whole text in one forward, computed here from the logits."""
+    from surgery.evaluation.loading import load_tokenizer
+    from surgery.hosts import load_model
+
+    text = tmp_path / "text.txt"
+    text.write_text(load_text("bundled").text[:700] + "déjà vu — ≥ 3")
+    options = ["--text", text, "--recall-lengths", "none", "--json", "-"]
+    found = surgery("eval", bases["mamba2"], *options)
+    assert found.code == 0, found.err
+    tokens = encode(load_tokenizer(bases["mamba2"]), text.read_text())
+    with torch.no_grad():
+        logits = load_model(bases["mamba2"], dtype=torch.float32)(tokens.ids[None]).logits[0, :-1].double()
+    nll = torch.nn.functional.cross_entropy(logits, tokens.ids[1:], reduction="sum")
+    size = len(text.read_bytes())
+    model = found.json["model"]
+    assert model["bytes"] == size - 1 and found.json["text"]["bytes"] == size
+    assert model["perplexity"] == pytest.approx((nll / (len(tokens) - 1)).exp().item(), rel=1e-4)
+    assert model["bits_per_byte"] == pytest.approx(nll.item() / math.log(2) / (size - 1), rel=1e-4)
+    assert found.json["command"].startswith("surgery eval ")
+    assert found.json["measured_with"]["dtype"] == "float32"
+
+
+def test_baseline_table_and_picture(surgery, bases, tmp_path):
+    plot, target = tmp_path / "eval.png", tmp_path / "eval.json"
+    haystack = tmp_path / "hay.txt"
+    haystack.write_text(load_text("bundled").text[:4000])
+    options = ["--tokens", 600, "--context", 64, "--recall-lengths", "300,280", "--recall-samples", 1]
+    options += ["--haystack", haystack, "--plot", plot, "--json", target]
+    result = surgery("eval", bases["mamba2"], "--baseline", bases["gated_deltanet"], *options)
+    assert result.code == 0, result.err
+    found = json.loads(target.read_text())
+    assert found["difference"]["paired"] and found["context"] == 64
+    assert [row["length"] for row in found["model"]["recall"]["lengths"]] == [280, 300]
+    assert found["baseline"]["recall"]["haystack"] == str(haystack)
+    assert f"{found['model']['perplexity']:,.3f}" in result.out
+    assert f"x {found['difference']['perplexity_ratio']['mean']:.4f}" in result.out
+    assert "RULER-style" in result.out and "280 tokens" in result.out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_is_its_latest_model_and_keeps_the_report(surgery, bases, write_recipe, tmp_path):
+    run = tmp_path / "run"
+    recipe = write_recipe(f"model: {bases['mamba2']}\nlayers: [1]\nmemory: {{rule: palimpsa}}\n")
+    assert surgery("distill", recipe, "--run", run).code == 0
+    result = surgery("eval", run, "--tokens", 300, "--recall-lengths", "none", "--json", "-")
+    assert result.code == 0, result.err
+    kept = json.loads((run / "evaluation" / "applied.json").read_text())
+    assert kept == result.json
+    assert kept["checkpoint"] == "applied"
+
+
+def test_refusals(surgery, bases, tmp_path):
+    model = bases["mamba2"]
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    tight = ["--text", short, "--context", 64, "--recall-lengths", "none"]
+    refused(surgery("eval", model, *tight), 2, "5 tokens are shorter")
+    refused(surgery("eval", model, "--text", tmp_path / "none.txt"), 2, "none.txt", "no such file")
+    refused(surgery("eval", model, "--haystack", tmp_path / "none.txt"), 2, "none.txt", "no such file")
+    refused(surgery("eval", model, "--haystack", short), 2, "needle recall", "longer text")
+    refused(surgery("eval", model, "--recall-lengths", "20"), 2, "needle recall at 20 tokens")
+    refused(surgery("eval", model, "--recall-lengths", "256,x"), 2, "--recall-lengths", "'x'")
+    refused(surgery("eval", model, "--recall-lengths", "256,256"), 2, "each length once")
+    refused(surgery("eval", model, "--recall-samples", 0), 2, "--recall-samples 0")
+    refused(surgery("eval", model, "--tokens", "0"), 2, "--tokens")
+    refused(surgery("eval", model, "--baseline", "bundled:nothing"), 2, "no such bundled model")
+    refused(surgery("eval", model, "--plot", "plot.jpeg2"), 2, ".png, .pdf or .svg")
+    refused(surgery("eval", model, "--json", tmp_path / "no" / "x.json"), 2, "does not exist")
+
+
+def test_help_has_examples(surgery):
+    result = surgery("eval", "--help")
+    assert result.code == 0 and "surgery eval bundled:tiny-mamba2" in result.out
