@@ -369,7 +369,7 @@ def _bundled_documents(part: Part) -> list[str]:
         elif at >= cut:
             heldout.append(text)
         else:
-            inside = text.index("\n", cut - at) + 1
+            inside = text.index("\n\n", cut - at) + 2  # a paragraph cut in two would escape the comparison below
             train.append(text[:inside])
             heldout.append(text[inside:])
         at += len(text)

@@ -27,9 +27,8 @@ def test_bundled_parts_meet_at_four_fifths():
     whole = load_text("bundled", "all").text
     train = load_text("bundled", "train").text
     assert whole.startswith(train)
-    line = whole[: int(0.8 * len(whole))].rfind("\n") + 1
-    next_line = whole.index("\n", int(0.8 * len(whole))) + 1
-    assert line <= len(train) <= next_line
+    cut = int(0.8 * len(whole))
+    assert cut <= len(train) <= whole.index("\n\n", cut) + 2
     heldout, rest = load_text("bundled", "heldout").text.split("\n\n"), whole[len(train) :].split("\n\n")
     assert set(heldout) <= set(rest)
     assert set(rest) - set(heldout) <= set(train.split("\n\n"))
