@@ -216,6 +216,9 @@ def _trainer(
     dropped = getattr(items, "dropped", 0)
     if dropped:
         options.say(f"phase {phase.label}: {dropped} examples are longer than a context and are left out")
+    again = max(items.passes(len(items)))
+    if again:
+        options.say(f"phase {phase.label}: its text is shorter than the phase and is begun {again} more times")
     if options.main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoints.discard_unfinished(folder / "checkpoints")

@@ -70,6 +70,8 @@ def distill(
     where = pick_device(device)
     main = int(os.environ.get("RANK", "0")) == 0
 
+    from accelerate import PartialState
+
     from surgery.adaptation.monitoring import ProgressBar
     from surgery.adaptation.phases import Options
     from surgery.adaptation.run import distill as run_recipe
@@ -90,6 +92,7 @@ def distill(
     )
     if main and not write_json(result, json_target):
         print_result(result)
+    PartialState().destroy_process_group()
 
 
 def print_result(result: dict[str, Any]) -> None:
