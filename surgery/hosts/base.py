@@ -242,15 +242,18 @@ def _load_weights(model_class: type, path: str | Path, config: Any, dtype: torch
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
                 **options,
             )
-    except Exception as error:  # safetensors, OSError, RuntimeError on shapes: all mean that these weights do not fit
+    except Exception as error:  # safetensors', OSError, RuntimeError: all mean that these weights cannot be read
         raise JobError(f"{path}: the weights cannot be loaded: {' '.join(str(error).split())[:400]}") from error
-    for problem in ("missing", "unexpected", "mismatched"):
-        names = sorted(str(name) for name in report.get(f"{problem}_keys") or ())
+    wrong = [f"{name} {list(found)}, not {list(due)}" for name, found, due in report.get("mismatched_keys") or ()]
+    problems = {"missing tensors": report.get("missing_keys"), "unexpected tensors": report.get("unexpected_keys")}
+    for problem, names in {**problems, "wrong shapes": wrong}.items():
         if names:
+            names = sorted(names)
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise JobError(f"{path}: {problem} tensors: {shown}")
+            raise JobError(f"{path}: {problem}: {shown}")
     return model
 
 

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from surgery.graft import GatedDeltaGraft
 from surgery.graft.base import RMSNorm
+from surgery.graft.gated_delta import GATES
 from surgery.memory.base import MemoryGeometry, MemoryRule
 from surgery.models.common import Backbone, GraftedCausalLM, init_dt_bias, layer_memory
 from surgery.models.configuration import GatedDeltaNetConfig, SurgeryGatedDeltaNetConfig, Swap
@@ -31,6 +32,8 @@ def refusal(config: GatedDeltaNetConfig) -> str | None:
         return "attnres_block_size: attention residuals between blocks are not supported"
     if config.hidden_act not in ("swish", "silu"):
         return f"hidden_act: {config.hidden_act!r} is not supported, only swish"
+    if config.output_gate_activation not in GATES:
+        return f"output_gate_activation: {config.output_gate_activation!r} is not supported, only {', '.join(GATES)}"
     heads = config.num_v_heads or config.num_heads
     if heads % config.num_heads:
         return f"num_v_heads: {heads} is no multiple of num_heads {config.num_heads}"
