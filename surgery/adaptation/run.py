@@ -39,11 +39,13 @@ from surgery.adaptation.phases import (
 from surgery.adaptation.schedules import batch_shape
 from surgery.adaptation.teaching import body_of, shares_weights
 from surgery.checkpoint.manifest import FILE, PhaseRecord, RunManifest, read_manifest, write_manifest
-from surgery.checkpoint.reading import open_checkpoint, read_config
+from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory, write_atomic
 from surgery.errors import UsageError
 from surgery.evaluation.loading import load_tokenizer, locate
-from surgery.hosts import load_model, resolve
+from surgery.hosts import adapter_for, load_model, resolve
+from surgery.memory import create
+from surgery.plan import why_inexact
 from surgery.recipe import Recipe, load_recipe
 
 RECIPE = "recipe.yaml"
@@ -78,7 +80,7 @@ def distill(
     state = PartialState(cpu=options.device == "cpu", timeout=timedelta(days=7))
     base = resolve(recipe.model, recipe.revision, offline)
     with state.main_process_first():
-        manifest = _begin(recipe, run, start, options, offline)
+        manifest = _begin(recipe, run, base, start, options, offline)
     starts = [run / "applied", *(phase_folder(run, i, p) / "model" for i, p in enumerate(recipe.phases))]
     pending = [i for i, phase in enumerate(recipe.phases) if not is_finished(phase_folder(run, i, phase))]
     first = pending[0] if pending else len(recipe.phases)
@@ -149,7 +151,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _begin(recipe: Recipe, run: Path, start: str | None, options: Options, offline: bool | None) -> RunManifest:
+def _begin(
+    recipe: Recipe, run: Path, base: Path, start: str | None, options: Options, offline: bool | None
+) -> RunManifest:
     """The manifest of a new run, or of an old one that the recipe may continue. Applies where nothing is applied."""
     if (run / FILE).is_file():
         manifest = _continue(recipe, run, start)
@@ -160,29 +164,19 @@ def _begin(recipe: Recipe, run: Path, start: str | None, options: Options, offli
     applied = run / "applied"
     drift = manifest.drift if manifest else None
     if not (applied / "config.json").is_file():
-        run.mkdir(parents=True, exist_ok=True)
         drift = _apply(recipe, applied, options, offline) if start is None else _copy(locate(start).path, applied)
     elif manifest is None and start is not None:
         _check_same(locate(start).path, applied)
     swap = _swap(recipe, applied)
     if manifest is None:
-        from surgery.hosts import adapter_for
-        from surgery.memory import create
-        from surgery.plan import why_inexact
-
-        config = read_config(applied)
-        adapter = adapter_for(config)
-        limit = create(swap["rule"], adapter.geometry(config, swap["layers"][0]), **swap.get("options", {}))
-        dose = 1.0 if recipe.memory.start == "paper" else 0.0
         manifest = RunManifest(
             surgery=surgery.__version__,
             recipe=recipe.name,
-            overrides=list(recipe.overrides),
             base=recipe.model,
             revision=recipe.revision,
             layers=swap["layers"],
             rule=swap["rule"],
-            exact=start is None and why_inexact(swap["rule"], adapter.name, dose, limit.exact_limit) is None,
+            exact=_is_exact(open_checkpoint(applied), open_checkpoint(base), swap),
             drift=drift,
         )
     manifest.recipe, manifest.overrides = recipe.name, list(recipe.overrides)
@@ -268,6 +262,17 @@ def _swap(recipe: Recipe, applied: Path) -> dict[str, Any]:
     if isinstance(recipe.layers, tuple) and sorted(recipe.layers) != sorted(swap["layers"]):
         raise recipe.error(("layers",), f"{applied} was swapped in layers {swap['layers']}", "name the same layers")
     return swap
+
+
+def _is_exact(applied: Checkpoint, base: Checkpoint, swap: Mapping[str, Any]) -> bool:
+    """Whether the starting checkpoint computes what the base does: its tensors, and memories at an exact limit."""
+    adapter = adapter_for(base.config)
+    for layer in swap["layers"]:
+        memory = create(swap["rule"], adapter.geometry(base.config, layer), **swap.get("options", {}))
+        dose = float(applied.read(f"{adapter.tensor_prefix(layer)}memory.dose"))
+        if why_inexact(swap["rule"], adapter.name, dose, memory.exact_limit) is not None:
+            return False
+    return all(name in applied.tensors and applied.read(name).equal(base.read(name)) for name in base.tensors)
 
 
 def _check(
