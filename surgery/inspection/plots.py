@@ -29,7 +29,8 @@ def plot_horizons(
     rows = len(figures)
     heads = max(len(figure.heads) for figure in figures)
     height = min(16.0, max(3.6, 1.6 + (0.28 if rows <= 24 else 0.19) * rows))
-    picture = new_figure(min(18.0, 7.5 + 0.1 * heads), height)
+    written = rows * heads <= 160  # each cell has its figure in it
+    picture = new_figure(min(18.0, 7.0 + (0.3 if written else 0.1) * heads), height)
     bars, heat = picture.subplots(1, 2, width_ratios=[1, 1.6])
     places = range(rows)
     colours = [CHOSEN if figure.layer in chosen else OTHER for figure in figures]
@@ -40,7 +41,7 @@ def plot_horizons(
     bars.set_xscale("log")
     bars.set_xlim(left=max(0.8, 0.7 * min(*spread[0], *values)))
     bars.set_ylim(rows - 0.5, -0.5)
-    bars.set_xlabel(f"N_t in tokens: {metric}, 10th to 90th percentile")
+    bars.set_xlabel(f"N_t, {metric} (line: p10 to p90)")
     bars.set_ylabel("layer")
     bars.grid(axis="x", alpha=0.25)
 
@@ -52,7 +53,7 @@ def plot_horizons(
     heat.set_xlabel("head")
     heat.set_xticks(_ticks(heads, 20))
     picture.colorbar(image, ax=heat, label="N_t in tokens, mean of a head", shrink=min(1.0, 5 / height))
-    if rows * heads <= 160:
+    if written:
         for row, figure in enumerate(figures):
             for column, value in enumerate(figure.heads):
                 bright = norm(value) > 0.6
@@ -77,9 +78,8 @@ def _ticks(count: int, most: int) -> list[int]:
 
 
 def _short(value: float) -> str:
-    """At most five characters: 7.3, 142, 12k, 3.4M."""
-    for scale, unit in ((1e6, "M"), (1e4, "k")):
-        if value >= scale:
-            scale = 1e6 if unit == "M" else 1e3
-            return f"{value / scale:.1f}{unit}" if value < 10 * scale else f"{value / scale:.0f}{unit}"
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    """At most four characters: 7.3, 142, 1.2k, 3.4M."""
+    for scale, unit in ((1e6, "M"), (1e3, "k"), (1.0, "")):
+        if value >= 0.9995 * scale:
+            return f"{value / scale:.1f}{unit}" if value < 9.95 * scale else f"{value / scale:.0f}{unit}"
+    return f"{value:.1f}"

@@ -63,7 +63,7 @@ def test_mamba2_against_upstreams_own_tensors(make_checkpoint, segment):
     """transformers' model, with a hook on its input projection: alpha = exp(-exp(A_log) softplus(dt + dt_bias))."""
     from transformers import Mamba2ForCausalLM
 
-    path = make_checkpoint("mamba2")
+    path = make_checkpoint("mamba2", n_groups=1)  # releases of transformers differ in the norm of several groups
     upstream = Mamba2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokens = random_tokens(130)
     expected = {}
@@ -150,7 +150,7 @@ def test_palimpsa_layers_show_their_importance_spread(make_checkpoint):
     def raise_dose(adapter, model):
         memory = adapter.mixers(model)[1].memory
         memory.dose.fill_(1.0)
-        memory.b_scale.fill_(3.0)
+        memory.b_scale.fill_(30.0)
 
     path = make_checkpoint("mamba2", {"rule": "palimpsa", "layers": [1]}, raise_dose)
     _, model, mixers = grafted(path)
@@ -161,7 +161,8 @@ def test_palimpsa_layers_show_their_importance_spread(make_checkpoint):
     importance = 1 + state[0, 1].flatten(1)  # Ip_log is 0
     spread = importance.amax(1) / importance.amin(1)
     assert figures[1].diagnostics["importance_spread"] == pytest.approx(spread.tolist(), rel=1e-3)
-    assert min(figures[1].diagnostics["importance_spread"]) > 1.01
+    assert min(figures[1].diagnostics["importance_spread"]) > 1
+    assert max(figures[1].diagnostics["importance_spread"]) > 1.01
     assert (figures[1].rule, figures[1].dose) == ("palimpsa", 1.0)
     assert figures[0].rule == "host" and figures[0].diagnostics is None
 
