@@ -82,7 +82,7 @@ def apply(
 
 
 class _Progress:
-    """The plan on stdout; a bar for the copy and a line for each other stage on stderr."""
+    """The plan on stdout; on a terminal's stderr a bar for the copy and a line for each other stage."""
 
     def __init__(self, show_plan: bool, drift: str) -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -91,7 +91,7 @@ class _Progress:
 
         text = TextColumn("{task.description}")
         columns = (SpinnerColumn(), text, BarColumn(), DownloadColumn(), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=err, transient=True)
+        self.progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
         self.task = self.progress.add_task("reading the recipe", total=None)
         self.show_plan, self.drift, self.plan = show_plan, drift, None
 

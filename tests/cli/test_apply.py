@@ -53,6 +53,7 @@ def raw_tensors(directory):
 def refused(result, code, *words):
     assert result.code == code, result.err
     assert len(result.err.splitlines()) <= 5, result.err
+    assert result.err.startswith("error: "), result.err
     assert "Traceback" not in result.err
     for word in words:
         assert str(word) in result.err, result.err
