@@ -52,11 +52,12 @@ class _UpstreamNorm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, groups: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.groups, self.eps = weight, groups, eps
+        self.weight, self.groups, self.variance_epsilon = weight, groups, eps
 
     def forward(self, x, gate):
         x = x.float() * torch.sigmoid(gate.float()) * gate.float()
-        parts = [part / (part.square().mean(-1, keepdim=True) + self.eps).sqrt() for part in x.chunk(self.groups, -1)]
+        parts = x.chunk(self.groups, dim=-1)
+        parts = [part / (part.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt() for part in parts]
         return self.weight * torch.cat(parts, dim=-1)
 
 
