@@ -1,4 +1,4 @@
-"""What a phase reports while it runs: metrics.jsonl, TensorBoard events, a progress bar."""
+"""What a phase reports while it runs: metrics.jsonl, TensorBoard events, and whoever else watches."""
 
 from __future__ import annotations
 
@@ -121,42 +121,6 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-@dataclass
-class ProgressBar:
-    """Loss, speed and time left on stderr."""
-
-    title: str
-    _bar: Any = None
-    _task: Any = None
-
-    def begin(self, step: int, steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        from surgery.cli.common import err
-
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
-            TimeRemainingColumn(),
-            console=err,
-        )
-        self._bar.start()
-        self._task = self._bar.add_task(self.title, total=steps, completed=step, loss="-", speed="-")
-
-    def step(self, step: Step) -> None:
-        self._bar.update(
-            self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=f"{step.tokens_per_second:,.0f}"
-        )
-
-    def end(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
 
 @dataclass

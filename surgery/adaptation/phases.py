@@ -170,7 +170,8 @@ def _student(source: Checkpoint, options: Options) -> Body:
     model = load_model(source.directory, dtype=torch.float32, device=options.device)
     model.config.use_cache = False
     if options.recompute:
-        model.gradient_checkpointing_enable()
+        # transformers 5.24 renames it
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return teaching.body_of(model, source.config, source.config["surgery"]["layers"])
 
 

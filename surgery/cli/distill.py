@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from surgery.cli.common import DeviceOption, JsonOption
 from surgery.cli.validate import OfflineOption, RecipeArgument, SetOption
+
+if TYPE_CHECKING:
+    from surgery.adaptation.monitoring import Step
 
 RunOption = Annotated[
     Path | None, typer.Option("--run", metavar="DIR", help="The run directory; default: runs/<recipe name>.")
@@ -72,13 +76,15 @@ def distill(
 
     from accelerate import PartialState
 
-    from surgery.adaptation.monitoring import ProgressBar
     from surgery.adaptation.phases import Options
     from surgery.adaptation.run import distill as run_recipe
 
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    if where == "cuda" and devices == 1:
+        _mention_idle_devices()
     options = Options(
         device=where,
-        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        devices=devices,
         main=main,
         micro_batch=micro_batch,
         save_every=save_every,
@@ -93,6 +99,53 @@ def distill(
     if main and not write_json(result, json_target):
         print_result(result)
     PartialState().destroy_process_group()
+
+
+def _mention_idle_devices() -> None:
+    import torch
+
+    from surgery.cli.common import err
+
+    count = torch.cuda.device_count()
+    if count > 1:
+        all_of_them = f"torchrun --nproc-per-node {count} --no-python -- surgery distill ..."
+        err.print(f"one of {count} GPUs is used; for all: {all_of_them}", style="dim", highlight=False)
+
+
+@dataclass
+class ProgressBar:
+    """A phase's loss, speed and time left on stderr."""
+
+    title: str
+    _bar: Any = None
+    _task: Any = None
+
+    def begin(self, step: int, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from surgery.cli.common import err
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} tokens/s"),
+            TimeRemainingColumn(),
+            console=err,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task(self.title, total=steps, completed=step, loss="-", speed="-")
+
+    def step(self, step: Step) -> None:
+        self._bar.update(
+            self._task, completed=step.step, loss=f"{step.loss:.4f}", speed=f"{step.tokens_per_second:,.0f}"
+        )
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 def print_result(result: dict[str, Any]) -> None:

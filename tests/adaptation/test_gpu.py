@@ -19,7 +19,8 @@ class Stopped(Exception):
 
 @pytest.mark.parametrize(("family", "rule"), [("mamba2", "palimpsa"), ("gated_deltanet", "bayesian")])
 def test_a_run_on_a_gpu_follows_the_cpu_and_resumes(make_base, make_recipe, phase, tmp_path, family, rule):
-    phases = [phase("hidden"), phase("logits"), phase("next-token")]
+    # at this rate the weights hardly move, so that rounding cannot send the two runs apart; the dose does move
+    phases = [phase(kind, learning_rate=1.0e-6) for kind in ("hidden", "logits", "next-token")]
     recipe = make_recipe(make_base(family), phases, memory={"rule": rule})
 
     def stop(step, steps):
@@ -42,7 +43,7 @@ def test_a_run_on_a_gpu_follows_the_cpu_and_resumes(make_base, make_recipe, phas
             name: torch.tensor([row["loss"] for row in read_metrics(folder / "metrics.jsonl")])
             for name, folder in folders.items()
         }
-        torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=0.1, atol=5e-3)
+        torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=0.05, atol=1e-3)
         torch.testing.assert_close(losses["resumed"], losses["cuda"], rtol=1e-3, atol=1e-6)
         shards = [load_file(file) for file in sorted((folders["cuda"] / "model").glob("*.safetensors"))]
         assert {tensor.dtype for shard in shards for tensor in shard.values()} == {torch.float32}

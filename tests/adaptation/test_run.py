@@ -346,6 +346,19 @@ def test_evaluation_is_kept_before_and_after(make_base, make_recipe, phase, tmp_
     assert after["model"]["nll"] != before["model"]["nll"]
 
 
+def test_a_recipe_without_phases_is_applied(make_base, make_recipe, tmp_path):
+    result = distill(make_recipe(make_base(), []), tmp_path / "run")
+    assert result["model"] == str(tmp_path / "run" / "applied") and not result["evaluation"]
+    assert load_model(result["model"])
+
+
+def test_a_swap_that_fails_leaves_no_run(make_base, make_recipe, phase, tmp_path):
+    recipe = make_recipe(make_base("gated_deltanet"), [phase("hidden")], max_drift={"kl": 1e-12})
+    with pytest.raises(JobError, match="drifts by"):
+        distill(recipe, tmp_path / "run", evaluate=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_starting_elsewhere(make_base, make_recipe, phase, tmp_path):
     base = make_base()
     recipe = make_recipe(base, [phase("hidden", steps=2)])
