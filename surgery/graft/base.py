@@ -176,9 +176,9 @@ class Graft(nn.Module):
         for name, before in kept.items():
             parameter = getattr(self, name)
             if parameter.dtype in (torch.float16, torch.bfloat16):
-                parameter.data = before.to(parameter.device)
+                parameter.data = before.to(parameter.device, torch.float32)
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(before.dtype)
+                    parameter.grad = parameter.grad.float()
         return self
 
 

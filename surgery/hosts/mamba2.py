@@ -10,8 +10,9 @@ from torch import Tensor
 from surgery.hosts.base import HostAdapter, decode_floats
 from surgery.memory.base import MemoryGeometry
 
-# keys that other libraries' mamba2 configurations have and transformers' has not
-FLA_KEYS = ("norm_before_gate", "rmsnorm", "norm_eps", "dt_limit", "fuse_norm")
+# keys that other libraries' mamba2 configurations have and transformers' has not; norm_before_gate is none of them:
+# early releases of transformers wrote it too, and never read it
+FLA_KEYS = ("rmsnorm", "norm_eps", "dt_limit", "fuse_norm")
 MAMBA_SSM_KEYS = ("ssm_cfg", "d_model", "n_layer")
 
 

@@ -176,7 +176,7 @@ def test_refuses_what_it_cannot_be(delta_graft, mamba2_pair):
 def test_equals_fla_naive_form(layer, close):
     """The library's own torch form of the rule inside the layer, with gradients."""
     naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
-    graft, _, _ = layer({"heads": 4, "negative": True})
+    graft, _, _ = layer({"heads": 4, "negative": True}, torch.float32)
     hidden = torch.randn(2, 33, 32)
     weight = torch.randn(2, 33, 4, 16)
     results = []

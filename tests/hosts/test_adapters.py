@@ -177,6 +177,11 @@ def test_what_cannot_be_run_is_refused(bases, name, change, message):
         hosts.adapter_for(config).parse(config)
 
 
+def test_a_key_of_early_transformers_is_no_other_library(bases):
+    config = hosts.read_config(bases["mamba2"]) | {"norm_before_gate": True, "rms_norm": True}
+    assert hosts.adapter_for(config).parse(config).num_heads == 4
+
+
 def test_upstream_of_an_upgraded_or_foreign_model(bases, tmp_path):
     config = hosts.read_config(bases["mamba2"])
     adapter = hosts.adapter_for(config)
