@@ -96,7 +96,7 @@ def results_and_gradients(rule, arguments: Arguments, p0: Tensor, state: Tensor 
         *inputs[:11], initial_covariance=inputs[11], state=inputs[12] if state is not None else None,
         unit_gain=unit_gain, **options,
     )
-    weights = [torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view_as(x) for x in (o, after)]
+    weights = [torch.cos(torch.arange(x.numel(), dtype=x.dtype, device=x.device)).view_as(x) for x in (o, after)]
     loss = (o * weights[0]).sum() + (after * weights[1]).sum()
     gradients = dict(zip((*Arguments._fields, "p0", "state"), torch.autograd.grad(loss, inputs, allow_unused=True),
                          strict=False))
