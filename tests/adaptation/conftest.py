@@ -138,3 +138,40 @@ def make_body(make_base, tmp_path):
         return body, base
 
     return make
+
+
+@pytest.fixture
+def agree():
+    """(run, run) asserts that both did the same but for rounding.
+
+    AdamW turns rounding into whole steps where a gradient is nearly zero, and hides a wrong scale of all gradients: so
+    single weights are not compared but the way they went together, and losses and gradient norms as they were.
+    """
+    from safetensors.torch import load_file
+
+    from surgery.adaptation.monitoring import read_metrics
+
+    def weights(directory):
+        found = {}
+        for shard in sorted(directory.glob("*.safetensors")):
+            found |= load_file(shard)
+        return found
+
+    def check(one, other):
+        folders = sorted(path.name for path in (one / "phases").iterdir())
+        assert folders == sorted(path.name for path in (other / "phases").iterdir())
+        start = weights(one / "applied")
+        for name in folders:
+            rows = [read_metrics(run / "phases" / name / "metrics.jsonl") for run in (one, other)]
+            assert len(rows[0]) == len(rows[1])
+            for a, b in zip(*rows, strict=True):
+                tight = name == folders[0] and a["step"] == 1
+                assert b["loss"] == pytest.approx(a["loss"], rel=1e-4 if tight else 2e-2, abs=1e-7)
+                assert b["gradient_norm"] == pytest.approx(a["gradient_norm"], rel=1e-4 if tight else 5e-2)
+                assert (a["dose"], a["tokens"], a["learning_rate"]) == (b["dose"], b["tokens"], b["learning_rate"])
+            ends = [weights(run / "phases" / name / "model") for run in (one, other)]
+            way = sum(float((ends[0][key] - start[key]).square().sum()) for key in start) ** 0.5
+            apart = sum(float((ends[0][key] - ends[1][key]).square().sum()) for key in start) ** 0.5
+            assert apart < 3e-2 * way
+
+    return check
