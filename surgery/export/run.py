@@ -23,6 +23,7 @@ from surgery.operation import CARD_FILE, RECIPE_FILE
 
 SHARD_SIZE = 5_000_000_000
 EVALUATED_TOKENS = 65_536
+NEEDLES = 10  # for each length and depth
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _evaluate(
     spec = recipe.evaluation_text if recipe else "bundled"
     root = recipe.path.parent if recipe else None
     text = load_text(spec, "heldout", root, limit=16 * EVALUATED_TOKENS)
-    plan = RecallPlan(recipe.evaluation.recall.lengths) if recipe else None
+    plan = RecallPlan(recipe.evaluation.recall.lengths, samples=NEEDLES) if recipe else None
     return evaluate(
         Located(name, staging),
         base,

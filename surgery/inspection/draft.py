@@ -43,7 +43,7 @@ def draft_recipe(inspection: Inspection, metric: str, top: int, memory: str, dat
     bundled = inspection.model.startswith("bundled:")
     local = not bundled and Path(inspection.model).expanduser().is_dir()
     model = str(inspection.path.resolve()) if local else inspection.model
-    measured = "an estimate from A_log and dt_bias, without data" if inspection.static else inspection.text
+    how = "estimated from A_log and dt_bias, without data" if inspection.static else f"measured on {inspection.text}"
     figures = "\n".join(f"#   layer {figure.layer:>3}  {figure.figure(metric):>12.1f}" for figure in chosen)
     budget = _BUNDLED_BUDGET if bundled else _BUDGET
     own = "" if bundled or data != "bundled" else "  # PUT YOUR OWN TEXT HERE: a path, a list, hub:NAME or a mixture"
@@ -51,7 +51,7 @@ def draft_recipe(inspection: Inspection, metric: str, top: int, memory: str, dat
     return f"""\
 # {memory.capitalize()} in {inspection.model}: the {top} layers of longest memory.
 #
-# N_t in tokens, {metric} over tokens and heads; measured on {measured}:
+# N_t in tokens, {metric} over tokens and heads; {how}:
 {figures}
 #
 #   surgery validate THIS         surgery apply THIS --output DIR         surgery distill THIS --run RUN

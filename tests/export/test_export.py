@@ -181,7 +181,7 @@ def test_swapped_directory_without_a_recipe(make_checkpoint, quick, tmp_path):
 
 def test_measuring_at_export(make_run, quick, tmp_path, monkeypatch):
     monkeypatch.setattr("surgery.export.run.EVALUATED_TOKENS", 600)
-    monkeypatch.setattr("surgery.export.run.RecallPlan", lambda lengths: None)
+    monkeypatch.setattr("surgery.export.run.RecallPlan", lambda lengths, samples: None)
     run = make_run()
     done = export(str(run), tmp_path / "out", measure=True)
     assert done.report["text"]["tokens"] <= 600
