@@ -84,7 +84,7 @@ def mamba2_pair():
     def make(groups: int = 2, rule: str = "host", **options):
         config = Mamba2Config(
             num_heads=4, head_dim=16, hidden_size=32, expand=2, state_size=8, n_groups=groups, num_hidden_layers=1,
-            vocab_size=32, chunk_size=16, **options,
+            vocab_size=32, chunk_size=16, layer_norm_epsilon=1e-3, **options,
         )  # fmt: skip
         upstream = Mamba2Mixer(config, layer_idx=0)
         scatter(upstream)
