@@ -12,14 +12,14 @@ from torch import Tensor
 from ..chunks import check, compute_dtype, without_autocast
 from . import reference
 from .triton_backward import backward
-from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, decays
+from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, decays, precision
 from .triton_decode import step
 from .triton_forward import forward, segment_length
 
 
-def _length(k: Tensor, v: Tensor) -> int:
+def _length(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> int:
     batch, tokens, heads, value_dim = v.shape
-    return segment_length(batch, tokens, heads, k.shape[-1], value_dim)
+    return segment_length(batch, tokens, heads, k.shape[-1], value_dim, precision(q, k, v, b) != "tf32")
 
 
 @torch.library.custom_op("surgery::palimpsa", mutates_args=())
@@ -30,7 +30,7 @@ def _palimpsa(
     """o, variance (empty unless asked for), the final state [B, 2, H, V, K], the states that enter the segments."""
     q, k, v, b, log_decay, prior = (x.contiguous() for x in (q, k, v, b, log_decay, prior))
     table = decays(log_decay, None if reset is None else reset.contiguous())
-    o, variance, final, starts = forward(q, k, v, b, table, prior, state, _length(k, v), return_variance)
+    o, variance, final, starts = forward(q, k, v, b, table, prior, state, _length(q, k, v, b), return_variance)
     return o, variance, final.transpose(1, 2).contiguous(), starts
 
 
@@ -38,7 +38,7 @@ def _palimpsa(
 def _(q, k, v, b, log_decay, prior, state, reset, return_variance):
     batch, tokens, heads, value_dim = v.shape
     key_dim = k.shape[-1]
-    length = _length(k, v)
+    length = _length(q, k, v, b)
     segments = (tokens + CHUNK * length - 1) // (CHUNK * length)
     final = v.new_empty((batch, 2, heads, value_dim, key_dim), dtype=torch.float32)
     starts = v.new_empty((batch, heads, segments, 2, value_dim, key_dim), dtype=torch.float32)
@@ -56,7 +56,7 @@ def _palimpsa_backward(
     dvariance = None if dvariance is None else dvariance.contiguous()
     table = decays(log_decay, None if reset is None else reset.contiguous())
     *gradients, dlog, dprior, dstate = backward(
-        dy, dvariance, dfinal, q, k, v, b, table, prior, starts, _length(k, v)
+        dy, dvariance, dfinal, q, k, v, b, table, prior, starts, _length(q, k, v, b)
     )
     return *gradients, dlog.to(log_decay.dtype), dprior, dstate.transpose(1, 2).contiguous()
 

@@ -33,8 +33,10 @@ from .triton_common import (
     load_vector,
     reciprocal,
     scan,
+    sectors,
     state_by_head,
     store_state,
+    touch,
 )
 
 # bytes of boundary states and of partial sums in one slab
@@ -43,6 +45,8 @@ SLAB_BYTES = 512 * 2**20
 # tokens between the states kept in the scratch inside a chunk; between those inside a block there are 4
 BLOCK = 16
 SLOTS = CHUNK // BLOCK - 1 + BLOCK // 4 - 1
+# tokens between the first read of a row, which fetches it, and its use
+AHEAD = 6
 
 
 @triton.jit
@@ -71,8 +75,8 @@ def _write(
 def _inflow_kernel(
     q, k, v, b, dy, dvariance, decay, prior, states, adjoints, gains, T, H, G, S, first, count, length, padded,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    CHUNK: tl.constexpr, MASK_T: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr, VARIANCE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
+    CHUNK: tl.constexpr, AHEAD: tl.constexpr, SECTOR: tl.constexpr, SECTORS: tl.constexpr, MASK_T: tl.constexpr,
+    MASK_V: tl.constexpr, MASK_K: tl.constexpr, VARIANCE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):
     # what a segment's own outputs add to the adjoint of the state that enters it: the sum of the decayed w_t
     segment = 1 + tl.program_id(1)
@@ -91,10 +95,21 @@ def _inflow_kernel(
         LM = LM + (tl.zeros((ROWS, WIDTH), tl.float32),)
         LE = LE + (tl.zeros((ROWS, WIDTH), tl.float32),)
     gain = 1.0
+    from_k = batch * T * G * K + hk * K
+    from_v = batch * T * H * V + h * V
+    first_v = tl.program_id(0) * ROWS
+    last_v = min(V, first_v + ROWS)
+    used = tl.zeros((1, SECTORS), tl.float32)
     begin = (first + segment * length) * CHUNK
     for t in range(begin, min(min(begin + length * CHUNK, (first + count) * CHUNK), T)):
         at_v = ((batch * T + t) * H + h) * V
         at_k = ((batch * T + t) * G + hk) * K
+        ahead = t + AHEAD + tl.arange(0, 1)
+        near_k = touch(k + from_k, ahead, T, G * K, 0, K, SECTOR, SECTORS)
+        near_q = touch(q + from_k, ahead, T, G * K, 0, K, SECTOR, SECTORS)
+        near_v = touch(v + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
+        near_b = touch(b + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
+        near_d = touch(dy + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
         a = tl.load(decay + bh * padded + t)
         gain = gain * a
         vv = load_vector(v + at_v, rows, V, t, T, MASK_V, False)[:, None]
@@ -124,9 +139,27 @@ def _inflow_kernel(
         E = E_next
         LM = LM_next
         LE = LE_next
+        used += (near_k + near_q) + (near_v + near_b) + near_d
+    if T < 0:
+        # never: it keeps the early reads alive
+        tl.store(gains + tl.arange(0, SECTORS)[None, :], used)
     store_state(adjoints + (bh * S + segment) * (2 * V * K), LM, LE, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
     if tl.program_id(0) == 0:
         tl.store(gains + bh * S + segment, gain)
+
+
+@triton.jit
+def _load_tile(pointer, rows, columns, K: tl.constexpr, V: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr):
+    """One tile of M and of E in a state [2, V, K]."""
+    offsets = rows[:, None] * K + columns[None, :]
+    if MASK_V or MASK_K:
+        inside = (rows < V)[:, None] & (columns < K)[None, :]
+        M = tl.load(pointer + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        E = tl.load(pointer + V * K + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
+        M = tl.load(pointer + offsets, cache_modifier=".cg")
+        E = tl.load(pointer + V * K + offsets, cache_modifier=".cg")
+    return M, E
 
 
 @triton.jit
@@ -148,17 +181,25 @@ def _stack(x):
 
 
 @triton.jit
-def _add(x, y):
-    return (x[0] + y[0], x[1] + y[1], x[2] + y[2], x[3] + y[3])
+def _sum_rows(x, y, STRIDE: tl.constexpr, LANES: tl.constexpr):
+    """Two times 4 tensors [STRIDE, 4 LANES] -> their sums over rows, [8, 4 LANES], by one exchange among the warps.
+
+    Neighbouring threads' entries are made neighbours first: in the memory that the warps exchange through, entries
+    that one thread holds would otherwise lie between them, and all threads would hit one bank.
+    """
+    both = tl.join(tl.join(tl.join(x[0], y[0]), tl.join(x[2], y[2])), tl.join(tl.join(x[1], y[1]), tl.join(x[3], y[3])))
+    both = tl.permute(tl.reshape(both, (STRIDE, LANES, 4, 8)), (0, 3, 2, 1))
+    total = tl.reshape(tl.sum(tl.reshape(both, (STRIDE, 32 * LANES)), 0), (8, 4, LANES))
+    return tl.reshape(tl.permute(total, (0, 2, 1)), (8, 4 * LANES))
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
 def _adjoint_kernel(
     q, k, v, b, dy, dvariance, decay, prior, states, scratch, adjoints, entering,
-    dq, dk, dv, db, dg, dprior, T, H, G, S, first, count, length, padded,
+    dqk, dv, db, dg, dprior, T, H, G, S, first, count, length, padded,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, MASK_T: tl.constexpr, MASK_V: tl.constexpr,
-    MASK_K: tl.constexpr, VARIANCE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SECTOR: tl.constexpr, SECTORS: tl.constexpr,
+    MASK_T: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr, VARIANCE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):
     LANES: tl.constexpr = WIDTH // 4
     SIZE: tl.constexpr = 2 * V * K
@@ -171,13 +212,20 @@ def _adjoint_kernel(
     hk = h // (H // G)
     rows = block_v * ROWS + tl.arange(0, ROWS)
     keys = tl.arange(0, WIDTH)
-    # 4 tokens as [2, 2], after one or two other axes
+    threads_rows = tl.arange(0, STRIDE)
+    # 4 tokens as [2, 2], after another axis; the gradients of q and of k for 4 tokens as [8, 1]
     steps = tl.reshape(tl.arange(0, 4), (1, 2, 2))
+    slots = tl.arange(0, 8)[:, None]
+    from_k = batch * T * G * K + hk * K
+    from_v = batch * T * H * V + h * V
+    first_v = block_v * ROWS
+    last_v = min(V, first_v + ROWS)
+    used = tl.zeros((CHUNK, SECTORS), tl.float32)
     p = tl.load(prior + h).to(tl.float32)
     edge = adjoints + (bh * S + segment) * SIZE
     LM, LE = load_state(edge, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
     a_after = 1.0
-    dI = tl.zeros((ROWS, LANES), tl.float32)
+    dI = tl.zeros((STRIDE, LANES), tl.float32)
     own = scratch.to(tl.int64) + (bh * S + segment) * ((CHUNK // BLOCK + BLOCK // 4 - 2) * SIZE)
     begin = segment * length
     for i_chunk in range(min(length, count - begin)):
@@ -185,6 +233,14 @@ def _adjoint_kernel(
         t_chunk = (first + chunk) * CHUNK
         at_chunk = (bh * count + chunk) * SIZE
         blocks = tl.cdiv(min(T - t_chunk, CHUNK), BLOCK)
+        # this chunk's rows into the nearest cache, the next chunk's out of the farthest
+        for i in tl.static_range(2):
+            near = t_chunk - i * CHUNK + tl.arange(0, CHUNK)
+            used += touch(k + from_k, near, T, G * K, 0, K, SECTOR, SECTORS)
+            used += touch(q + from_k, near, T, G * K, 0, K, SECTOR, SECTORS)
+            used += touch(v + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
+            used += touch(b + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
+            used += touch(dy + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
         M, E = load_state(states + at_chunk, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
         for i in range((blocks - 1) * (BLOCK // 4)):
             t = t_chunk + i * 4
@@ -220,34 +276,24 @@ def _adjoint_kernel(
                 a_after = a[0]
                 LM_next = ()
                 LE_next = ()
+                dv_sum = ()
+                db_sum = ()
+                dg_sum = ()
+                m0, e0 = _load_tile(states + at_step, rows, keys, K, V, MASK_V, MASK_K)
                 for n in tl.static_range(PARTS):
                     columns = n * WIDTH + keys
-                    offsets = rows[:, None] * K + columns[None, :]
-                    if MASK_V or MASK_K:
-                        inside = (rows < V)[:, None] & (columns < K)[None, :]
-                        m = tl.load(states + at_step + offsets, mask=inside, other=0.0)
-                        e = tl.load(states + at_step + V * K + offsets, mask=inside, other=0.0)
-                    else:
-                        m = tl.load(states + at_step + offsets)
-                        e = tl.load(states + at_step + V * K + offsets)
                     ks = ()
-                    k2s = ()
                     vs = ()
                     bs = ()
-                    ms = (m,)
-                    es = (e,)
                     for u in tl.static_range(4):
-                        kk = load_vector(k + at_k + u * G * K, columns, K, t + u, T, MASK_K, MASK_T)[None, :]
-                        vv = load_vector(v + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
-                        bb = load_vector(b + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
-                        m = m * a[u] + vv * kk
-                        e = e * a[u] + bb * (kk * kk)
-                        ks = ks + (kk,)
-                        k2s = k2s + (kk * kk,)
-                        vs = vs + (vv,)
-                        bs = bs + (bb,)
-                        ms = ms + (m,)
-                        es = es + (e,)
+                        ks = ks + (load_vector(k + at_k + u * G * K, columns, K, t + u, T, MASK_K, MASK_T)[None, :],)
+                        vs = vs + (load_vector(v + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None],)
+                        bs = bs + (load_vector(b + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None],)
+                    # the states after 2, 3 and 4 tokens; after 1 only when it is needed, to spare registers
+                    m2 = m0 * (a[0] * a[1]) + (vs[0] * a[1]) * ks[0] + vs[1] * ks[1]
+                    e2 = e0 * (a[0] * a[1]) + (bs[0] * a[1]) * (ks[0] * ks[0]) + bs[1] * (ks[1] * ks[1])
+                    m3 = m2 * a[2] + vs[2] * ks[2]
+                    e3 = e2 * a[2] + bs[2] * (ks[2] * ks[2])
                     lm = LM[n]
                     le = LE[n]
                     dqs = ()
@@ -256,10 +302,30 @@ def _adjoint_kernel(
                     dbs = ()
                     dgs = ()
                     for u in tl.static_range(3, -1, -1):
+                        if u == 3:
+                            m = m3 * a[3] + vs[3] * ks[3]
+                            e = e3 * a[3] + bs[3] * (ks[3] * ks[3])
+                            m_before = m3
+                            e_before = e3
+                        if u == 2:
+                            m = m3
+                            e = e3
+                            m_before = m2
+                            e_before = e2
+                        if u == 1:
+                            m = m2
+                            e = e2
+                            m_before = m0 * a[0] + vs[0] * ks[0]
+                            e_before = e0 * a[0] + bs[0] * (ks[0] * ks[0])
+                        if u == 0:
+                            m = m_before
+                            e = e_before
+                            m_before = m0
+                            e_before = e0
                         qq = load_vector(q + at_k + u * G * K, columns, K, t + u, T, MASK_K, MASK_T)[None, :]
                         dd = load_vector(dy + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
-                        r = reciprocal(es[u + 1] + p, ASSEMBLY)
-                        mu = ms[u + 1] * r
+                        r = reciprocal(e + p, ASSEMBLY)
+                        mu = m * r
                         w = (dd * qq) * r
                         wm = w * mu
                         read = dd * mu
@@ -270,54 +336,59 @@ def _adjoint_kernel(
                             read += 2.0 * sr
                         lm = lm * a_next[u] + w
                         le = le * a_next[u] - wm
-                        dI -= _over_keys(wm, ROWS, LANES)
+                        dI -= _over_rows(_over_keys(wm, ROWS, LANES), ROWS, STRIDE, LANES)
                         dqs = (_over_rows(read, ROWS, STRIDE, WIDTH),) + dqs
                         from_b = _over_rows(bs[u] * le, ROWS, STRIDE, WIDTH)
                         dks = (_over_rows(vs[u] * lm, ROWS, STRIDE, WIDTH) + (2.0 * ks[u]) * from_b,) + dks
-                        dvs = (_over_keys(lm * ks[u], ROWS, LANES),) + dvs
-                        dbs = (_over_keys(le * k2s[u], ROWS, LANES),) + dbs
-                        kept = _over_keys(lm * ms[u], ROWS, LANES) + _over_keys(le * es[u], ROWS, LANES)
-                        dgs = (_over_rows(kept, ROWS, STRIDE, LANES) * a[u],) + dgs
+                        to_v = _over_keys(lm * ks[u], ROWS, LANES)
+                        to_b = _over_keys(le * (ks[u] * ks[u]), ROWS, LANES)
+                        kept = _over_keys(lm * m_before, ROWS, LANES) + _over_keys(le * e_before, ROWS, LANES)
+                        to_g = _over_rows(kept, ROWS, STRIDE, LANES) * a[u]
+                        if n > 0:
+                            to_v += dv_sum[u]
+                            to_b += db_sum[u]
+                            to_g += dg_sum[u]
+                        dvs = (to_v,) + dvs
+                        dbs = (to_b,) + dbs
+                        dgs = (to_g,) + dgs
+                    dv_sum = dvs
+                    db_sum = dbs
+                    dg_sum = dgs
                     LM_next = LM_next + (lm,)
                     LE_next = LE_next + (le,)
-                    if n == 0:
-                        dv_sum = dvs
-                        db_sum = dbs
-                        dg_sum = dgs
-                    else:
-                        dv_sum = _add(dv_sum, dvs)
-                        db_sum = _add(db_sum, dbs)
-                        dg_sum = _add(dg_sum, dgs)
-                    token = (batch * (count * CHUNK) + t - first * CHUNK + steps) * H + h
-                    place = (token * blocks_v + block_v) * K + columns[:, None, None]
+                    if n + 1 < PARTS:
+                        # before the sums across threads, which would hold the loads back
+                        m0, e0 = _load_tile(states + at_step, rows, columns + WIDTH, K, V, MASK_V, MASK_K)
+                    token = (batch * (count * CHUNK) + t - first * CHUNK + slots % 4) * H + h
+                    place = ((token * blocks_v + block_v) * 2 + slots // 4) * K + columns[None, :]
                     if MASK_K:
-                        tl.store(dq + place, tl.sum(_stack(dqs), 0), mask=(columns < K)[:, None, None])
-                        tl.store(dk + place, tl.sum(_stack(dks), 0), mask=(columns < K)[:, None, None])
+                        tl.store(dqk + place, _sum_rows(dqs, dks, STRIDE, LANES), mask=(columns < K)[None, :])
                     else:
-                        tl.store(dq + place, tl.sum(_stack(dqs), 0))
-                        tl.store(dk + place, tl.sum(_stack(dks), 0))
+                        tl.store(dqk + place, _sum_rows(dqs, dks, STRIDE, LANES))
                 LM = LM_next
                 LE = LE_next
                 place = at_v + steps * H * V + rows[:, None, None]
                 dv_all = tl.sum(_stack(dv_sum), 1).to(dv.dtype.element_ty)
                 db_all = tl.sum(_stack(db_sum), 1).to(db.dtype.element_ty)
+                # the decay's gradient is left as a sum a thread row
+                place_g = ((batch * T + t + steps) * H + h) * blocks_v + block_v
+                place_g = place_g * STRIDE + threads_rows[:, None, None]
+                dg_all = tl.sum(_stack(dg_sum), 1)
                 if MASK_V or MASK_T:
                     inside = (rows < V)[:, None, None] & (t + steps < T)
                     tl.store(dv + place, dv_all, mask=inside)
                     tl.store(db + place, db_all, mask=inside)
+                    tl.store(dg + place_g, dg_all, mask=(threads_rows >= 0)[:, None, None] & (t + steps < T))
                 else:
                     tl.store(dv + place, dv_all)
                     tl.store(db + place, db_all)
-                steps_g = tl.reshape(tl.arange(0, 4), (2, 2))
-                token_g = (batch * T + t + steps_g) * H + h
-                dg_all = tl.sum(tl.sum(_stack(dg_sum), 1), 0)
-                if MASK_T:
-                    tl.store(dg + token_g * blocks_v + block_v, dg_all, mask=t + steps_g < T)
-                else:
-                    tl.store(dg + token_g * blocks_v + block_v, dg_all)
+                    tl.store(dg + place_g, dg_all)
             tl.debug_barrier()
         tl.debug_barrier()
     tl.store(dprior + (bh * S + segment) * blocks_v + block_v, tl.sum(tl.sum(dI, 1), 0))
+    if T < 0:
+        # never: it keeps the early reads alive
+        tl.store(dg + tl.arange(0, CHUNK)[:, None] * SECTORS + tl.arange(0, SECTORS)[None, :], used)
     if segment == 0:
         LM_next = ()
         LE_next = ()
@@ -329,7 +400,7 @@ def _adjoint_kernel(
 
 @triton.jit(do_not_specialize=["T", "G", "first", "padded"])
 def _gather_kernel(
-    partial, out, T, G, first, padded,
+    partial, dq, dk, T, G, first, padded,
     K: tl.constexpr, KEYS: tl.constexpr, TERMS: tl.constexpr, TOKENS: tl.constexpr,
 ):
     # the sum of a key head's partial gradients: over its value heads and their blocks of values
@@ -338,12 +409,15 @@ def _gather_kernel(
     step = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     keys = tl.arange(0, KEYS)
     inside = ((step < padded) & (first + step < T))[:, None] & (keys < K)[None, :]
-    terms = partial + ((batch * padded + step) * G + group)[:, None] * (TERMS * K) + keys[None, :]
-    total = tl.zeros((TOKENS, KEYS), tl.float32)
+    terms = partial + ((batch * padded + step) * G + group)[:, None] * (TERMS * 2 * K) + keys[None, :]
+    sum_q = tl.zeros((TOKENS, KEYS), tl.float32)
+    sum_k = tl.zeros((TOKENS, KEYS), tl.float32)
     for i in range(TERMS):
-        total += tl.load(terms + i * K, mask=inside, other=0.0)
-    place = out + ((batch * T + first + step) * G + group)[:, None] * K + keys[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+        sum_q += tl.load(terms + i * (2 * K), mask=inside, other=0.0)
+        sum_k += tl.load(terms + i * (2 * K) + K, mask=inside, other=0.0)
+    place = ((batch * T + first + step) * G + group)[:, None] * K + keys[None, :]
+    tl.store(dq + place, sum_q.to(dq.dtype.element_ty), mask=inside)
+    tl.store(dk + place, sum_k.to(dk.dtype.element_ty), mask=inside)
 
 
 def _plan(batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, length: int, device) -> tuple[int, int]:
@@ -394,7 +468,7 @@ def backward(
     size = 2 * value_dim * key_dim
 
     dq, dk, dv, db = (torch.empty_like(x) for x in (q, k, v, b))
-    dg = torch.empty(batch, tokens, heads, blocks, dtype=torch.float32, device=device)
+    dg = torch.empty(batch, tokens, heads, blocks * tiling.stride, dtype=torch.float32, device=device)
     dprior = torch.zeros(triton.cdiv(chunks, slab), batch, heads, segments * blocks, dtype=torch.float32, device=device)
     edge = state_by_head(dfinal)
     if edge is None:
@@ -404,11 +478,12 @@ def backward(
     # chunk states, then the scratch of the walks between them
     scratch = batch * heads * slab * size
     states = torch.empty(scratch + batch * heads * segments * SLOTS * size, dtype=torch.float32, device=device)
-    partial = torch.empty(2, batch * slab * CHUNK * heads * blocks * key_dim, dtype=torch.float32, device=device)
+    partial = torch.empty(batch * slab * CHUNK * heads * blocks * 2 * key_dim, dtype=torch.float32, device=device)
     shape = {"K": key_dim, "V": value_dim, "ROWS": tiling.rows, "WIDTH": tiling.width, "PARTS": tiling.parts}
     options = {
         "MASK_V": value_dim % tiling.rows != 0, "MASK_K": key_dim != tiling.width * tiling.parts, "CHUNK": CHUNK,
         "VARIANCE": dvariance is not None, "ASSEMBLY": not INTERPRETED, "num_warps": tiling.warps, **OPTIONS,
+        **sectors(max(key_dim, tiling.rows), q, k, v, b, dy),
     }
     spread = dy if dvariance is None else dvariance
     for i, first in reversed(list(enumerate(range(0, chunks, slab)))):
@@ -421,19 +496,18 @@ def backward(
             gains = torch.empty(batch, heads, here, dtype=torch.float32, device=device)
             _inflow_kernel[(blocks, here - 1, batch * heads)](
                 q, k, v, b, dy, spread, table.each, prior, states, adjoints, gains, tokens, heads, groups, here, first,
-                count, segment, padded, **shape, MASK_T=False, **options,
+                count, segment, padded, **shape, AHEAD=AHEAD, MASK_T=False, **options,
             )
             scan(edge, adjoints, gains, reverse=True)
         _adjoint_kernel[(blocks, here, batch * heads)](
-            q, k, v, b, dy, spread, table.each, prior, states, scratch, adjoints, edge, partial[0], partial[1], dv, db,
-            dg, dprior[i], tokens, heads, groups, here, first, count, segment, padded, **shape, STRIDE=tiling.stride,
+            q, k, v, b, dy, spread, table.each, prior, states, scratch, adjoints, edge, partial, dv, db, dg,
+            dprior[i], tokens, heads, groups, here, first, count, segment, padded, **shape, STRIDE=tiling.stride,
             BLOCK=BLOCK, MASK_T=tokens % BLOCK != 0, **options,
         )
-        for terms, out in zip(partial, (dq, dk), strict=True):
-            keys = triton.next_power_of_2(key_dim)
-            rows = max(1, 2048 // keys)
-            _gather_kernel[(triton.cdiv(count * CHUNK, rows), groups, batch)](
-                terms, out, tokens, groups, first * CHUNK, count * CHUNK,
-                K=key_dim, KEYS=keys, TERMS=heads // groups * blocks, TOKENS=rows,
-            )
+        keys = triton.next_power_of_2(key_dim)
+        rows = max(1, 1024 // keys)
+        _gather_kernel[(triton.cdiv(count * CHUNK, rows), groups, batch)](
+            partial, dq, dk, tokens, groups, first * CHUNK, count * CHUNK,
+            K=key_dim, KEYS=keys, TERMS=heads // groups * blocks, TOKENS=rows,
+        )
     return dq, dk, dv, db, dg.sum(-1), dprior.sum((0, 1, 3)).to(prior.dtype), edge

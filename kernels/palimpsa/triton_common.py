@@ -63,24 +63,29 @@ def forward_tiling(key_dim: int, value_dim: int) -> Tiling:
     """Up to 64 elements of M and of E a thread, as about 4 rows by 16 keys.
 
     More rows a thread read fewer keys and queries for each element, more keys a thread sum over fewer lanes: both cost
-    instructions that do no arithmetic.
+    instructions that do no arithmetic. A part of the keys is narrower than the program has threads: only then does
+    Triton read it straight to where it is used.
     """
     padded = _padded(key_dim)
     width = next(width for width in (64, 32, 16) if padded % width == 0 and (padded // width >= 3 or width == 16))
-    rows = _rows(value_dim, 32)
-    warps = max(1, triton.next_power_of_2(triton.cdiv(rows * padded, 32 * 64)))
+    rows = _rows(value_dim, 32 if padded > 48 else 16)
+    warps = triton.next_power_of_2(max(triton.cdiv(rows * padded, 32 * 64), width // 32 + 1))
     return Tiling(rows, width, padded // width, warps)
 
 
 def backward_tiling(key_dim: int, value_dim: int) -> Tiling:
-    """Up to 32 elements a thread of each of M, E and their adjoints, up to 16 in one tile."""
+    """Up to 32 elements a thread of each of M, E and their adjoints, up to 16 in one tile.
+
+    32 rows: 64 would halve the partial sums of the gradients of q and k, but leave one program a multiprocessor, which
+    is idle whenever its warps meet.
+    """
     padded = _padded(key_dim)
-    rows = _rows(value_dim, 64 if padded <= 128 else 32)
+    rows = _rows(value_dim, 32)
     warps = min(8, max(1, triton.next_power_of_2(triton.cdiv(rows * padded, 32 * 32))))
     width = next(
         width
-        for width in (128, 64, 32, 16)
-        if padded % width == 0 and (rows * width <= 32 * 16 * warps or width == 16) and warps * 128 // width <= rows
+        for width in (64, 32, 16)
+        if padded % width == 0 and (max(rows * width // 16, width + 1) <= 32 * warps or width == 16)
     )
     return Tiling(rows, width, padded // width, warps)
 
@@ -89,6 +94,12 @@ def products_tiling(key_dim: int, value_dim: int) -> tuple[int, int]:
     """Values and keys of a tile of the matrix products between chunks."""
     widths = [width for width in (64, 32, 16) if triton.cdiv(key_dim, width) <= 8]
     return _rows(value_dim, 64), min(widths, key=lambda width: (triton.cdiv(key_dim, width) * width, -width))
+
+
+def sectors(widest: int, *tensors: Tensor) -> dict[str, int]:
+    """Entries of a sector of memory (32 bytes), and sectors of the longest row of ``widest`` entries."""
+    entries = 32 // max(tensor.element_size() for tensor in tensors)
+    return {"SECTOR": entries, "SECTORS": triton.next_power_of_2(triton.cdiv(widest, entries))}
 
 
 def precision(*tensors: Tensor) -> str:
@@ -121,6 +132,18 @@ def load_vector(pointer, index, size, t, T, MASK_INDEX: tl.constexpr, MASK_T: tl
 
 
 @triton.jit
+def touch(pointer, tokens, T, stride, first, last, SECTOR: tl.constexpr, SECTORS: tl.constexpr):
+    """One entry of every sector of entries ``first`` to ``last`` in the rows of ``tokens``: [tokens, SECTORS].
+
+    A load that nothing waits for brings the rows near. Its result must be used, or the compiler drops it: later.
+    """
+    index = first + tl.arange(0, SECTORS) * SECTOR
+    inside = ((tokens >= 0) & (tokens < T))[:, None] & (index < last)[None, :]
+    x = tl.load(pointer + tokens.to(tl.int64)[:, None] * stride + index[None, :], mask=inside, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def load_state(
     pointer,
     rows,
@@ -132,7 +155,7 @@ def load_state(
     MASK_V: tl.constexpr,
     MASK_K: tl.constexpr,
 ):
-    """The tiles of M and of E in a state [2, V, K]."""
+    """The tiles of M and of E in a state [2, V, K], which is read once: the nearest cache is left to the tokens."""
     M = ()
     E = ()
     for n in tl.static_range(PARTS):
@@ -140,11 +163,11 @@ def load_state(
         offsets = rows[:, None] * K + columns[None, :]
         if MASK_V or MASK_K:
             inside = (rows < V)[:, None] & (columns < K)[None, :]
-            M = M + (tl.load(pointer + offsets, mask=inside, other=0.0),)
-            E = E + (tl.load(pointer + V * K + offsets, mask=inside, other=0.0),)
+            M = M + (tl.load(pointer + offsets, mask=inside, other=0.0, cache_modifier=".cg"),)
+            E = E + (tl.load(pointer + V * K + offsets, mask=inside, other=0.0, cache_modifier=".cg"),)
         else:
-            M = M + (tl.load(pointer + offsets),)
-            E = E + (tl.load(pointer + V * K + offsets),)
+            M = M + (tl.load(pointer + offsets, cache_modifier=".cg"),)
+            E = E + (tl.load(pointer + V * K + offsets, cache_modifier=".cg"),)
     return M, E
 
 
@@ -274,14 +297,23 @@ def _scan_kernel(edge, states, gains, S, size, BLOCK: tl.constexpr, REVERSE: tl.
     carry = tl.zeros((BLOCK,), tl.float32)
     if HAS_EDGE:
         carry = tl.load(edge + bh * size + at, mask=inside, other=0.0)
-    for i in range(S - 1):
-        s = i
-        if REVERSE:
-            s = S - 1 - i
-        place = states + (bh * S + s) * size + at
-        added = tl.load(place, mask=inside, other=0.0)
-        tl.store(place, carry, mask=inside)
-        carry = added + tl.load(gains + bh * S + s) * carry
+    # four at a time: loads do not pass stores, and each takes long
+    for i in range(0, S - 1, 4):
+        added = ()
+        gain = ()
+        for j in tl.static_range(4):
+            s = min(i + j, S - 1)
+            if REVERSE:
+                s = S - 1 - s
+            added = added + (tl.load(states + (bh * S + s) * size + at, mask=inside, other=0.0),)
+            gain = gain + (tl.load(gains + bh * S + s),)
+        for j in tl.static_range(4):
+            if i + j < S - 1:
+                s = i + j
+                if REVERSE:
+                    s = S - 1 - s
+                tl.store(states + (bh * S + s) * size + at, carry, mask=inside)
+                carry = added[j] + gain[j] * carry
     last = S - 1
     if REVERSE:
         last = 0
