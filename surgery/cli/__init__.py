@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from inspect import cleandoc  # surgery.cli.inspect takes the module's own name
 
 import typer
 
@@ -37,6 +38,19 @@ def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"surgery.cli.{name}")
         module.register(app)
+    _reflow(app)
+
+
+def _reflow(group: typer.Typer) -> None:
+    """Join each paragraph of the help texts into one line, which the terminal then breaks at its own width; the
+    examples keep theirs."""
+    for command in group.registered_commands:
+        paragraphs = cleandoc(command.help or command.callback.__doc__ or "").split("\n\n")
+        command.help = "\n\n".join(
+            part if part.startswith("[dim]Example") else part.replace("\n", " ") for part in paragraphs
+        )
+    for child in group.registered_groups:
+        _reflow(child.typer_instance)
 
 
 def main() -> None:
