@@ -102,7 +102,7 @@ def mamba2_pair():
 def delta_graft():
     """Factory: a gated-delta graft with random parameters."""
 
-    def make(key_heads: int = 2, heads: int = 2, negative: bool = False, rule: str = "host", **options):
+    def make(key_heads: int = 4, heads: int = 4, negative: bool = False, rule: str = "host", **options):
         shape = MemoryGeometry(
             style="delta", hidden_size=32, num_heads=heads, num_key_heads=key_heads, key_dim=24, value_dim=16,
             negative_eigenvalues=negative,

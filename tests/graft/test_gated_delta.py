@@ -13,12 +13,12 @@ from surgery.models.configuration import GatedDeltaNetConfig
 
 LAYERS = [
     {},
-    {"heads": 4},
-    {"heads": 6, "negative": True},
+    {"key_heads": 2},
+    {"key_heads": 2, "heads": 6, "negative": True},
     {"use_short_conv": False},
     {"use_gate": False},
     {"conv_bias": True, "gate_activation": "sigmoid", "conv_size": 3},
-    {"heads": 4, "use_short_conv": False, "use_gate": False, "negative": True},
+    {"key_heads": 2, "use_short_conv": False, "use_gate": False, "negative": True},
 ]
 
 
@@ -81,7 +81,7 @@ def layer(delta_graft):
     def make(options, dtype=torch.float64):
         graft = delta_graft(**options).to(dtype)
         parameters = {name: value.detach().double().requires_grad_() for name, value in graft.named_parameters()}
-        return graft, parameters, {"key_heads": 2, "heads": 2, **options}
+        return graft, parameters, {"key_heads": 4, "heads": 4, **options}
 
     return make
 
@@ -89,7 +89,7 @@ def layer(delta_graft):
 @pytest.fixture
 def cache():
     def make():
-        config = GatedDeltaNetConfig(hidden_size=32, num_hidden_layers=1, num_heads=2, head_dim=24)
+        config = GatedDeltaNetConfig(hidden_size=32, num_hidden_layers=1, num_heads=4, head_dim=24)
         return DynamicCache(config=config)
 
     return make
@@ -176,7 +176,7 @@ def test_refuses_what_it_cannot_be(delta_graft, mamba2_pair):
 def test_equals_fla_naive_form(layer, close):
     """The library's own torch form of the rule inside the layer, with gradients."""
     naive = pytest.importorskip("fla.ops.gated_delta_rule.naive")
-    graft, _, _ = layer({"heads": 4, "negative": True}, torch.float32)
+    graft, _, _ = layer({"key_heads": 2, "negative": True}, torch.float32)
     hidden = torch.randn(2, 33, 32)
     weight = torch.randn(2, 33, 4, 16)
     results = []

@@ -16,7 +16,7 @@ def rule(request):
 
 @pytest.fixture(params=["mamba2", "gated_delta"])
 def graft(request, rule, mamba2_pair, delta_graft):
-    made = mamba2_pair(rule=rule)[1] if request.param == "mamba2" else delta_graft(heads=4, rule=rule)
+    made = mamba2_pair(rule=rule)[1] if request.param == "mamba2" else delta_graft(key_heads=2, rule=rule)
     made.memory.reset_parameters("paper")
     assert made.memory.dose == 1
     return made
