@@ -40,6 +40,9 @@ _FORMS: dict[tuple[str, str], Callable] = {
 }
 
 
+# Triton forms that run only where asked for, by backend= or SURGERY_KERNELS: not yet measured on a GPU
+_ON_REQUEST = {"bayesian"}
+
 # the widest keys and values that a Triton form takes, known once it is imported
 _LIMITS: dict[str, tuple[float, float]] = {}
 
@@ -73,7 +76,7 @@ def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> 
             raise ValueError(f"SURGERY_KERNELS={forced}: choose one of {', '.join(BACKENDS)}")
         if _has(rule, forced):
             return forced
-    if str(device).startswith("cuda") and _has(rule, "triton"):
+    if str(device).startswith("cuda") and rule not in _ON_REQUEST and _has(rule, "triton"):
         return "triton"
     return "reference" if tokens == 1 else "chunked"
 

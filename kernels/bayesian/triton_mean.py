@@ -1,0 +1,196 @@
+"""The Bayesian rule's mean in Triton: a chunked delta rule that writes along the covariance pass's directions U.
+
+With A_t the products of the decay a since the chunk's start and A/A_s those to its end, in each chunk
+
+    inverse = (I + tril(p_t (A_t/A_s) h_s (k_t.u_s), -1))^-1        reads = tril((A_t/A_s) h_s (q_t.u_s))
+    E = inverse (z v - p A K M)        o = A Q M + reads E          M <- A M + (A/A_s h_s U)^T E
+
+The two matrices need no state, so every chunk has its own program; then one program takes a block of M's columns from
+chunk to chunk and keeps M in registers; the reads follow in parallel again, from the means that enter the chunks.
+
+Products are in tf32 where the inputs are bf16 (2e-3; bf16 operands would cost 1.6e-2), in three passes of it otherwise.
+"""
+
+# Triton's compiler joins tuples by addition alone
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_common import (
+    CHUNK,
+    ERASE,
+    OPTIONS,
+    WRITE,
+    Shape,
+    Table,
+    dot,
+    exact,
+    invert_unit_lower,
+    load_matrix,
+    load_tokens,
+    nearest_tf32,
+    ratios,
+    store_matrix,
+    store_tokens,
+)
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "padded"])
+def _coupling_kernel(
+    q, k, U, gains, scalars, logs, inverse, reads, T, H, G, padded,
+    K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    size = tl.num_programs(1).to(tl.int64) * padded
+    first = chunk * C
+    at = bh * padded + first + tl.arange(0, C)
+    keys = (bh // H * T * G + (bh % H) // (H // G)) * K
+    with_keys = tl.zeros((C, C), tl.float32)
+    with_queries = tl.zeros((C, C), tl.float32)
+    for i in tl.static_range(NB):
+        u = tl.trans(load_tokens(U + bh * padded * K, first, padded, K, i * BD, K, C, BD))
+        u = nearest_tf32(u, PRECISION)
+        kk = load_tokens(k + keys, first, T, G * K, i * BD, K, C, BD)
+        with_keys = dot(kk, u, with_keys, EXACT, False, PRECISION)
+        qq = load_tokens(q + keys, first, T, G * K, i * BD, K, C, BD)
+        with_queries = dot(qq, u, with_queries, EXACT, False, PRECISION)
+    weight = ratios(logs + bh * padded, first, C) * tl.load(gains + at)[None, :]
+    place = (bh * (padded // C) + chunk) * (C * C)
+    store_matrix(reads + place, nearest_tf32(weight * with_queries, PRECISION), 0, 0, C, C, C, C)
+    erase = tl.load(scalars + ERASE * size + at)
+    store_matrix(inverse + place, erase[:, None] * weight * with_keys, 0, 0, C, C, C, C)
+    invert_unit_lower(inverse + place, C)
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "chunks"])
+def _mean_kernel(
+    k, v, U, gains, scalars, logs, inverse, means, errors, T, H, G, chunks,
+    K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    column = tl.program_id(0) * BV
+    bh = tl.program_id(1).to(tl.int64)
+    padded = chunks * C
+    size = tl.num_programs(1).to(tl.int64) * padded
+    keys = k + (bh // H * T * G + (bh % H) // (H // G)) * K
+    values = v + (bh // H * T * H + bh % H) * V
+    means += bh * (chunks + 1) * (K * V)
+    mean = ()
+    for i in tl.static_range(NB):
+        mean = mean + (load_matrix(means, i * BD, column, K, V, BD, BV),)
+    for chunk in range(chunks):
+        first = chunk * C
+        at = bh * padded + first + tl.arange(0, C)
+        log = tl.load(logs + at)
+        last = tl.load(logs + bh * padded + first + C - 1)
+        since = tl.load(scalars + ERASE * size + at) * tl.exp(log.to(tl.float32))
+        to_end = tl.load(gains + at) * tl.exp((last - log).to(tl.float32))
+        whole = tl.exp(last.to(tl.float32))
+        known = tl.zeros((C, BV), tl.float32)
+        for i in tl.static_range(NB):
+            kk = load_tokens(keys, first, T, G * K, i * BD, K, C, BD)
+            known = dot(kk, nearest_tf32(mean[i], PRECISION), known, EXACT, False, PRECISION)
+        error = tl.load(scalars + WRITE * size + at)[:, None] * load_tokens(
+            values, first, T, H * V, column, V, C, BV
+        )
+        error -= since[:, None] * known
+        solve = nearest_tf32(load_matrix(inverse + (bh * chunks + chunk) * (C * C), 0, 0, C, C, C, C), PRECISION)
+        none = tl.zeros((C, BV), tl.float32)
+        error = dot(solve, nearest_tf32(error, PRECISION), none, False, False, PRECISION)
+        error = nearest_tf32(error, PRECISION)
+        store_tokens(errors + bh * padded * V, error, first, padded, V, column, V, C, BV)
+        means += K * V
+        updated = ()
+        for i in tl.static_range(NB):
+            u = to_end[:, None] * load_tokens(U + bh * padded * K, first, padded, K, i * BD, K, C, BD)
+            u = tl.trans(nearest_tf32(u, PRECISION))
+            m = dot(u, error, whole * mean[i], False, False, PRECISION)
+            store_matrix(means, m, i * BD, column, K, V, BD, BV)
+            updated = updated + (m,)
+        mean = updated
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "padded"])
+def _read_kernel(
+    q, logs, reads, means, errors, o, T, H, G, padded,
+    K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):
+    column = tl.program_id(0) * BV
+    chunk = tl.program_id(1)
+    bh = tl.program_id(2).to(tl.int64)
+    chunks = padded // C
+    first = chunk * C
+    queries = q + (bh // H * T * G + (bh % H) // (H // G)) * K
+    means += (bh * (chunks + 1) + chunk) * (K * V)
+    read = tl.zeros((C, BV), tl.float32)
+    for i in tl.static_range(NB):
+        qq = load_tokens(queries, first, T, G * K, i * BD, K, C, BD)
+        mean = nearest_tf32(load_matrix(means, i * BD, column, K, V, BD, BV), PRECISION)
+        read = dot(qq, mean, read, EXACT, False, PRECISION)
+    read *= tl.exp(tl.load(logs + bh * padded + first + tl.arange(0, C)).to(tl.float32))[:, None]
+    weight = load_matrix(reads + (bh * chunks + chunk) * (C * C), 0, 0, C, C, C, C)
+    error = load_tokens(errors + bh * padded * V, first, padded, V, column, V, C, BV)
+    read = dot(weight, error, read, False, False, PRECISION)
+    store_tokens(o + (bh // H * T * H + bh % H) * V, read, first, T, H * V, column, V, C, BV)
+
+
+def couplings(
+    shape: Shape, q: Tensor, k: Tensor, table: Table, U: Tensor, gains: Tensor, precision: str
+) -> tuple[Tensor, Tensor]:
+    """The matrices ``inverse`` and ``reads`` of every chunk, [B, H, N, C, C]."""
+    inverse = torch.empty(
+        shape.batch, shape.heads, shape.chunks, CHUNK, CHUNK, dtype=torch.float32, device=k.device
+    )
+    reads = torch.empty_like(inverse)
+    width, blocks = shape.key_blocks(128)
+    _coupling_kernel[(shape.chunks, shape.programs)](
+        q, k, U, gains, table.scalars, table.logs, inverse, reads, shape.tokens, shape.heads, shape.groups,
+        shape.padded, K=shape.key_dim, BD=width, NB=blocks, C=CHUNK, EXACT=exact(k), PRECISION=precision, num_warps=4,
+        **OPTIONS,
+    )
+    return inverse, reads
+
+
+def mean(
+    shape: Shape, k: Tensor, v: Tensor, table: Table, U: Tensor, gains: Tensor, inverse: Tensor, start: Tensor,
+    precision: str,
+) -> tuple[Tensor, Tensor]:
+    """From ``start`` [B, H, K, V]: the means that enter the chunks and the last one [B, H, N + 1, K, V], the
+    innovations [B, H, N CHUNK, V]."""
+    means = torch.empty(
+        shape.batch, shape.heads, shape.chunks + 1, shape.key_dim, shape.value_dim, dtype=torch.float32,
+        device=k.device,
+    )
+    means[:, :, 0] = start
+    errors = shape.buffer(k, shape.value_dim)
+    width, blocks = shape.key_blocks(128)
+    columns = shape.value_block(64 if blocks == 1 else 32)
+    _mean_kernel[(triton.cdiv(shape.value_dim, columns), shape.programs)](
+        k, v, U, gains, table.scalars, table.logs, inverse, means, errors, shape.tokens, shape.heads, shape.groups,
+        shape.chunks, K=shape.key_dim, V=shape.value_dim, BD=width, NB=blocks, BV=columns, C=CHUNK,
+        EXACT=exact(k), PRECISION=precision, num_warps=4, num_stages=1, **OPTIONS,
+    )
+    return means, errors
+
+
+def read(
+    shape: Shape, q: Tensor, v: Tensor, table: Table, reads: Tensor, means: Tensor, errors: Tensor, precision: str
+) -> Tensor:
+    """o [B, T, H, V]."""
+    o = torch.empty_like(v)
+    width, blocks = shape.key_blocks(128)
+    columns = shape.value_block(128)
+    _read_kernel[(triton.cdiv(shape.value_dim, columns), shape.chunks, shape.programs)](
+        q, table.logs, reads, means, errors, o, shape.tokens, shape.heads, shape.groups, shape.padded,
+        K=shape.key_dim, V=shape.value_dim, BD=width, NB=blocks, BV=columns, C=CHUNK, EXACT=exact(q),
+        PRECISION=precision, num_warps=8, **OPTIONS,
+    )
+    return o
