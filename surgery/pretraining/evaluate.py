@@ -23,39 +23,22 @@ from surgery.evaluation.perplexity import stream_losses
 from surgery.evaluation.recall import KINDS, needle_recall
 from surgery.evaluation.text import Tokens, encode, load_text
 from surgery.graft import Graft
+from surgery.inspection.horizon import measure_horizons
 from surgery.pretraining.bases import CONTEXT
 
 BITS_PER_BYTE = 1.45  # at most
 RECALL = 0.8  # at least, at 256 tokens
 SPREAD = 5.0  # at least, largest over smallest mean horizon of a layer
 LENGTHS = (256, 512, CONTEXT, 2 * CONTEXT, 4 * CONTEXT, 8 * CONTEXT)
-HORIZON_CAP = 2.0**24
 HORIZON_TOKENS = 65536
 
 
 def horizons(model: torch.nn.Module, tokens: Tokens) -> dict[str, Any]:
     """Each layer's mean forgetting horizon N = 1/(1 - alpha) over heads and tokens; the largest over the smallest."""
-    sums: dict[int, list[float]] = {}
-
-    def watch(layer: int):
-        def hook(_module, arguments, _result) -> None:
-            horizon = (-1 / torch.expm1(arguments[0].log_decay.double())).clamp(max=HORIZON_CAP)
-            total = sums.setdefault(layer, [0.0, 0.0, 0.0])
-            total[0] += horizon.sum().item()
-            total[1] += horizon.log().sum().item()
-            total[2] += horizon.numel()
-
-        return hook
-
-    grafts = [module for module in model.modules() if isinstance(module, Graft)]
-    handles = [graft.memory.register_forward_hook(watch(graft.layer_idx)) for graft in grafts]
-    try:
-        stream_losses(model, tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
-    means = [sums[layer][0] / sums[layer][2] for layer in sorted(sums)]
-    logs = [float(torch.tensor(sums[layer][1] / sums[layer][2]).exp()) for layer in sorted(sums)]
+    mixers = {module.layer_idx: module for module in model.modules() if isinstance(module, Graft)}
+    figures = measure_horizons(model, mixers, tokens)
+    means = [figure.mean for figure in figures]
+    logs = [figure.log_mean for figure in figures]
     return {"mean": means, "log_mean": logs, "spread": max(means) / min(means), "tokens": len(tokens)}
 
 
