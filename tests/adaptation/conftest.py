@@ -56,13 +56,25 @@ CONFIGS = {"mamba2": MAMBA2, "gated_deltanet": GDN}
 
 @pytest.fixture
 def make_base(tmp_path, tokenizer):
-    """(family, **config) -> the directory of a fresh random base."""
+    """(family, **config) -> the directory of a fresh random base, whose memories carry weight in its outputs."""
+    import torch
+
     from surgery.hosts import adapter_for
 
     def make(family="mamba2", **changes):
         config = {**CONFIGS[family], **changes}
         directory = tmp_path / f"base-{family}"
-        adapter_for(config).build(config).save_pretrained(directory)
+        adapter = adapter_for(config)
+        model = adapter.build(config)
+        with torch.no_grad():
+            adapter.head(model).weight.normal_(std=0.5)
+            for mixer in adapter.mixers(model).values():
+                for name, parameter in mixer.named_parameters():
+                    if name.endswith("proj.weight") or "conv1d.weight" in name:
+                        parameter.copy_(torch.randn_like(parameter) / parameter[0].numel() ** 0.5)
+                    elif name == "dt_bias":
+                        parameter.uniform_(-1, 1)
+        model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         return directory
 
@@ -135,6 +147,9 @@ def make_body(make_base, tmp_path):
             mixer = model.get_submodule(name)
             mixer.memory = create(rule, mixer.geometry)
             mixer.memory.dose.fill_(dose)
+            if dose and rule != "host":  # a student that training has moved
+                for parameter in mixer.parameters():
+                    parameter.data.mul_(1 + 0.2 * torch.randn_like(parameter))
         return body, base
 
     return make

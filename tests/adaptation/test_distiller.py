@@ -75,6 +75,7 @@ def test_hidden_feeds_each_mixer_the_teachers_input(make_body, family, rule):
         eps = 1e-3 * norm
         terms.append((((d**2 + eps**2).sqrt() - eps) / norm)[batch["mask"]].mean())
     out = whole(distiller_of(body, base, "hidden"), batch)
+    assert min(terms) > 1e-3
     torch.testing.assert_close(out["terms"], torch.stack(terms).detach(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(out["loss"], sum(terms), rtol=1e-4, atol=1e-6)
 
@@ -103,6 +104,7 @@ def test_logits_is_kl_plus_the_boundaries(make_body, family, rule):
     ]
     distiller = distiller_of(body, base, "logits", temperature=2.0, boundary_weight=0.3)
     out = whole(distiller, batch)
+    assert min(kl, *parts) > 1e-5
     torch.testing.assert_close(out["terms"], torch.stack([kl, *parts]).detach(), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(out["loss"], kl + 0.3 * sum(parts), rtol=1e-4, atol=1e-7)
     assert distiller.weighted(out["terms"].tolist()) == pytest.approx(out["loss"].item(), rel=1e-5)

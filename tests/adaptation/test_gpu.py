@@ -43,7 +43,7 @@ def test_a_run_on_a_gpu_follows_the_cpu_and_resumes(make_base, make_recipe, phas
             name: torch.tensor([row["loss"] for row in read_metrics(folder / "metrics.jsonl")])
             for name, folder in folders.items()
         }
-        torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=0.05, atol=1e-3)
+        torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=0.05, atol=5e-3)
         torch.testing.assert_close(losses["resumed"], losses["cuda"], rtol=1e-3, atol=1e-6)
         shards = [load_file(file) for file in sorted((folders["cuda"] / "model").glob("*.safetensors"))]
         assert {tensor.dtype for shard in shards for tensor in shard.values()} == {torch.float32}
