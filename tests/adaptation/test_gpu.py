@@ -29,7 +29,8 @@ def losses(run):
 @pytest.mark.parametrize(("family", "rule"), FAMILIES)
 def test_float32_on_a_gpu_follows_the_cpu(make_base, make_recipe, phase, tmp_path, monkeypatch, family, rule):
     # at this rate the weights hardly move, so that rounding cannot send the two runs apart; the dose does move
-    recipe = make_recipe(make_base(family), [phase(kind, learning_rate=1.0e-6) for kind in KINDS], memory={"rule": rule})
+    phases = [phase(kind, learning_rate=1.0e-6) for kind in KINDS]
+    recipe = make_recipe(make_base(family), phases, memory={"rule": rule})
     original = trainer.TrainingArguments
     monkeypatch.setattr(trainer, "TrainingArguments", lambda **given: original(**{**given, "bf16": False}))
     distill(recipe, tmp_path / "cpu", options=Options(micro_batch=2), evaluate=False)
