@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from surgery.evaluation.loading import Located, load
 from surgery.evaluation.recall import Haystack
 from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
 from surgery.evaluation.text import Text, encode, load_text, require_context
-from surgery.recipe import Recipe
+from surgery.recipe import Recipe, shipped
 
 TOKENS = 16_384  # of the text at most; `surgery eval` reads more
 CHARACTERS = 16 * TOKENS
@@ -51,9 +52,19 @@ def figures(
     return measured, build_report(measured, baseline)
 
 
-def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Write a report as strict JSON, in one step."""
+def write_report(run: Path, name: str, report: dict[str, Any], recipe: Recipe, checkpoint: Path | None = None) -> None:
+    """Write RUN/evaluation/NAME.json in one step, with the command that made it.
+
+    Args:
+        checkpoint: the model of the run that was measured; None: the base.
+    """
+    path = run / "evaluation" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    named = recipe.name if shipped().get(recipe.name) == recipe.path else str(recipe.path)
+    settings = [word for setting in recipe.overrides for word in ("--set", setting)]
+    report["command"] = shlex.join(["surgery", "distill", named, "--run", str(run), *settings])
+    if checkpoint is not None:
+        report["checkpoint"] = str(checkpoint.relative_to(run))
     write_atomic(path, json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 

@@ -98,7 +98,7 @@ def distill(
     baseline = None
     if evaluate and not (run / "evaluation" / "before.json").is_file() and options.main:
         baseline, report = measuring.figures(recipe, base, "base", options)
-        measuring.write_report(run / "evaluation" / "before.json", report)
+        measuring.write_report(run, "before", report, recipe)
     state.wait_for_everyone()
     for index in range(len(recipe.phases)):
         record = manifest.phases[index]
@@ -115,7 +115,7 @@ def distill(
         if baseline is None:
             baseline, _ = measuring.figures(recipe, base, "base", options)
         _, report = measuring.figures(recipe, starts[-1], recipe.name, options, baseline)
-        measuring.write_report(after, report)
+        measuring.write_report(run, "after", report, recipe, starts[-1])
     if options.main:
         shutil.rmtree(run / "data", ignore_errors=True)
     return {

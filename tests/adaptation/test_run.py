@@ -340,6 +340,8 @@ def test_evaluation_is_kept_before_and_after(make_base, make_recipe, phase, tmp_
     before, after = (json.loads(Path(result["evaluation"][name]).read_text()) for name in ("before", "after"))
     assert after["baseline"]["nll"] == before["model"]["nll"] and after["difference"]["paired"]
     assert after["model"]["nll"] != before["model"]["nll"]
+    assert after["checkpoint"] == "phases/01-next-token/model" and "checkpoint" not in before
+    assert after["command"] == f"surgery distill {recipe.path} --run {tmp_path / 'run'}"
 
 
 def test_a_recipe_without_phases_is_applied(make_base, make_recipe, tmp_path):
