@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import JobError
+from surgery.evaluation.plots import new_figure, plot_evaluation, save_figure
 
 GENERATE = """\
 import sys
@@ -31,11 +32,13 @@ PROMPT = "The following are the built-in functions"
 
 
 # what the steps leave in the output directory
-FILES = ("inspect.json", "horizons.png", "apply.json", "applied", "run", "control", "exported")
+FILES = ("inspect.json", "horizons.png", "apply.json", "applied", "run", "control", "exported", "control.json")
 
 
 def commands(recipe: str, base: str, output: Path) -> list[tuple[str, list[str]]]:
     """The demo's steps: what each is for, and its command line after ``surgery``."""
+    from surgery.adaptation.measuring import SAMPLES, TOKENS  # as distill measures, so that the table compares alike
+
     quoted = {name: shlex.quote(str(output / name)) for name in FILES}
     steps = (
         (
@@ -52,7 +55,11 @@ def commands(recipe: str, base: str, output: Path) -> list[tuple[str, list[str]]
         ),
         (
             "The control: the same layers, tokens and data, next-token loss, the host's own memory",
-            f"distill {recipe}-control --run {quoted['control']}",
+            f"distill {recipe}-control --run {quoted['control']} --no-evaluation",
+        ),
+        (
+            "Measure the control as the other two were measured",
+            f"eval {quoted['control']} --tokens {TOKENS} --recall-samples {SAMPLES} --json {quoted['control.json']}",
         ),
         (
             "Export an ordinary checkpoint, checked by loading it in a fresh process",
@@ -88,6 +95,7 @@ def run(
     text = generate(output / "exported", PROMPT, 40)
     result = summary(output) | {"prompt": PROMPT, "generated": text}
     draw(result, output / "summary.png")
+    plot_evaluation(_read(output / "run" / "evaluation" / "after.json"), output / "eval.png")
     (output / "summary.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return result
 
@@ -109,7 +117,7 @@ def generate(directory: Path, prompt: str, length: int) -> str:
 def summary(output: Path) -> dict[str, Any]:
     """What the steps wrote: layers, drift, losses, and the three models' figures."""
     after = _read(output / "run" / "evaluation" / "after.json")
-    control = _read(output / "control" / "evaluation" / "after.json")
+    control = _read(output / "control.json")
     return {
         "inspection": _read(output / "inspect.json"),
         "drift": _read(output / "apply.json")["drift"],
@@ -131,12 +139,8 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """One picture: each phase's loss with the dose, bits per byte of the three models, recall by length."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     losses, models = result["losses"], result["models"]
-    figure = Figure(figsize=(4.2 * (len(losses) + 1), 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4.2 * (len(losses) + 1), 7)
     top, bottom = figure.subfigures(2, 1)
     for axes, (name, rows) in zip(_row(top, len(losses)), losses.items(), strict=True):
         steps = [row["step"] for row in rows]
@@ -160,7 +164,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     recall.set_xscale("log", base=2)
     recall.axhline(0.1, color="gray", linestyle=":", label="chance")
     recall.legend()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _row(figure: Any, count: int) -> list[Any]:
