@@ -1,4 +1,4 @@
-"""Time a memory rule's kernels on this machine's GPU: ``python -m surgery.kernels.bench palimpsa [--json PATH]``."""
+"""Time a memory rule's kernels on this machine's GPU: ``python -m surgery.kernels.bench RULE [--json PATH]``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import json
 import sys
 from pathlib import Path
 
-BENCHES = ("palimpsa",)
+BENCHES = ("palimpsa", "bayesian")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m surgery.kernels.bench", description=__doc__)
     parser.add_argument("rule", choices=BENCHES)
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of q, k, v and b")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of queries, keys and values")
     parser.add_argument("--shape", action="append", help="only this shape; may be given several times")
     parser.add_argument("--milliseconds", type=int, default=200, help="to repeat each measurement for")
     parser.add_argument("--json", metavar="PATH", help="write the figures there too; - writes them alone, to stdout")

@@ -1,0 +1,270 @@
+"""The Bayesian rule on a GPU: forward, forward and backward, peak memory, each stage, the covariance pass's layouts,
+decode; beside a recursion token by token, and beside MesaNet and the gated delta rule where fla is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.testing
+from torch import Tensor
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Shape(NamedTuple):
+    batch: int
+    tokens: int
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+
+
+class Stored(NamedTuple):
+    """Public kernels on one H200 at the same shape, bf16: milliseconds, and MiB; None where not measured."""
+
+    rule: str
+    forward: float
+    both: float
+    memory: float | None
+
+
+SHAPES = {
+    "GDN-128": Shape(4, 4096, 16, 16, 128, 128),
+    "340M": Shape(8, 2048, 4, 4, 256, 256),
+    "long": Shape(2, 32768, 8, 8, 128, 256),
+    "760M": Shape(4, 4096, 16, 16, 96, 192),
+}
+STORED = {
+    "GDN-128": Stored("MesaNet", 3.29, 8.43, None),
+    "760M": Stored("gated delta rule", 0.59, 2.71, 1044.0),
+}
+# what is aimed at beside the stored figure: forward, forward and backward, memory
+TARGETS = {"MesaNet": (1.0, 1.5, None), "gated delta rule": (3.0, 4.0, 2.5)}
+DECODE = Shape(64, 1, 16, 16, 128, 128)
+
+
+def inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, requires_grad: bool = False) -> dict[str, Tensor]:
+    """Random arguments of ``bayesian``: unit keys, decays from 0.55 to nearly 1, restoring noise at full retention."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device="cuda")
+
+    batch, tokens, heads, groups, key_dim, value_dim = shape
+    k = torch.nn.functional.normalize(normal(batch, tokens, groups, key_dim), dim=-1).to(dtype)
+    decay = torch.exp(-torch.nn.functional.softplus(2 * normal(batch, tokens, heads) - 4))
+    p0 = torch.exp(0.1 * normal(heads))
+    noise = p0 * (1 - decay.square())
+    square = k.float().square().sum(-1).repeat_interleave(heads // groups, dim=-1)
+    strength = normal(batch, tokens, heads).sigmoid()
+    one = torch.ones_like(decay)
+    arguments = {
+        "q": torch.nn.functional.normalize(normal(batch, tokens, groups, key_dim), dim=-1).to(dtype),
+        "k": k,
+        "v": normal(batch, tokens, heads, value_dim).to(dtype),
+        "decay": decay,
+        "cov_decay_sqrt": decay.clone(),
+        "process_noise": noise,
+        "precision": torch.ones(heads, device="cuda"),
+        "observation_noise": torch.maximum((1 / strength - square).clamp(min=0), 1e-4 * p0 - noise),
+        "erase": one,
+        "shrink": one.clone(),
+        "write": one.clone(),
+        "initial_covariance": p0,
+    }
+    return {name: x.requires_grad_(requires_grad) for name, x in arguments.items()}
+
+
+def _median(run: Callable, milliseconds: int) -> float:
+    return triton.testing.do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+
+
+def _public(shape: Shape, dtype: torch.dtype, milliseconds: int) -> dict[str, float | str]:
+    """Forward, and forward and backward where fla runs them, of its rules; empty where it is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return {}
+    arguments = inputs(shape, dtype)
+    q, k = (arguments[name].repeat_interleave(shape.heads // shape.groups, 2) for name in "qk")
+    v, g = arguments["v"], arguments["decay"].log()
+    beta = torch.rand_like(g)
+    rules = {
+        "mesa_net": ("fla.ops.mesa_net", "chunk_mesa_net", (q, k, v, g, beta, torch.full_like(g, 0.5))),
+        "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", (q, k, v, g, beta)),
+    }
+    figures = {}
+    for name, (module, function, tensors) in rules.items():
+        rule = getattr(importlib.import_module(module), function)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+
+        def forward(rule=rule, tensors=tensors):
+            with torch.no_grad():
+                return rule(*tensors)
+
+        def both(rule=rule, leaves=leaves):
+            return torch.autograd.grad(rule(*leaves)[0], leaves, v, allow_unused=True)
+
+        for part, run in (("forward_ms", forward), ("forward_backward_ms", both)):
+            try:
+                figures[f"{name}_{part}"] = _median(run, milliseconds)
+            except Exception as error:  # the library refuses some of its kernels on some compilers
+                figures[f"{name}_{part}"] = f"{type(error).__name__}"
+    return figures
+
+
+def _sequential(arguments: dict[str, Tensor]) -> float:
+    """Milliseconds of the recursion token by token, once."""
+    from surgery.kernels.bayesian.reference import bayesian
+
+    with torch.no_grad():
+        bayesian(**{n: x[:, :32] if x.dim() > 2 else x for n, x in arguments.items()}, unit_gain=True)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        bayesian(**arguments, unit_gain=True)
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _stages(arguments: dict[str, Tensor], milliseconds: int) -> dict[str, float]:
+    """Each stage by itself, in milliseconds, and the covariance pass in other layouts."""
+    from surgery.kernels.bayesian import triton_covariance as pass_
+    from surgery.kernels.bayesian.reference import initial_state
+    from surgery.kernels.bayesian.triton_common import Shape as Sizes
+    from surgery.kernels.bayesian.triton_common import mean_precision, tables
+    from surgery.kernels.bayesian.triton_covariance_backward import covariance_backward
+    from surgery.kernels.bayesian.triton_mean import couplings, mean, read
+    from surgery.kernels.bayesian.triton_mean_backward import mean_backward
+
+    q, k, v, a, c, n, x, y, p, r, z, p0 = (tensor.detach() for tensor in arguments.values())
+    sizes, precision = Sizes.of(k, v), mean_precision(q, k, v)
+    start, start_covariance = initial_state(v, k.shape[-1], None, p0, torch.float32)
+    table = tables(sizes, (a, c, n, y, p, r, z))
+    U, gains, P, last = pass_.covariance(sizes, k, table, x, start_covariance, True)
+    inverse, reads = couplings(sizes, q, k, table, U, gains, precision)
+    means, errors = mean(sizes, k, v, table, U, gains, inverse, start, precision)
+    saved = (table, U, gains, inverse, reads, means, errors, precision)
+    back = mean_backward(sizes, q, k, v, v, torch.zeros_like(start), *saved)
+    runs = {
+        "tables": lambda: tables(sizes, (a, c, n, y, p, r, z)),
+        "covariance": lambda: pass_.covariance(sizes, k, table, x, start_covariance, True),
+        "couplings": lambda: couplings(sizes, q, k, table, U, gains, precision),
+        "mean": lambda: mean(sizes, k, v, table, U, gains, inverse, start, precision),
+        "read": lambda: read(sizes, q, v, table, reads, means, errors, precision),
+        "mean_backward": lambda: mean_backward(sizes, q, k, v, v, torch.zeros_like(start), *saved),
+        # it overwrites dU; the time does not depend on what stands there
+        "covariance_backward": lambda: covariance_backward(
+            sizes, k, table, x, U, gains, P, back.dU, back.dk, back.gains, torch.zeros_like(last), True
+        ),
+    }
+    figures = {name: _median(run, milliseconds) for name, run in runs.items()}
+    usual = pass_.LAYOUT
+    for layout in (usual._replace(tokens=32), usual._replace(warps=8), usual._replace(precision="ieee")):
+        pass_.LAYOUT = layout
+        try:
+            figures[f"covariance {tuple(layout)}"] = _median(runs["covariance"], milliseconds)
+        finally:
+            pass_.LAYOUT = usual
+    return figures
+
+
+def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
+    from surgery.kernels.bayesian.triton import bayesian
+
+    shape = SHAPES[name]
+    arguments = inputs(shape, dtype, requires_grad=True)
+    do = torch.randn_like(arguments["v"])
+
+    def forward():
+        with torch.no_grad():
+            return bayesian(**arguments, unit_gain=True)
+
+    def both():
+        return torch.autograd.grad(bayesian(**arguments, unit_gain=True)[0], list(arguments.values()), do)
+
+    both()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both()
+    memory = (torch.cuda.max_memory_allocated() - before) / 2**20
+    row = {
+        "shape": shape._asdict(), "forward_ms": _median(forward, milliseconds),
+        "forward_backward_ms": _median(both, milliseconds), "peak_memory_mib": memory,
+        "stages_ms": _stages(arguments, milliseconds // 4), "public": _public(shape, dtype, milliseconds),
+    }
+    if name == "GDN-128":
+        row["sequential_forward_ms"] = _sequential(arguments)
+    if name in STORED and dtype == torch.bfloat16:
+        theirs = STORED[name]
+        row["stored"] = {
+            **theirs._asdict(), "forward_ratio": row["forward_ms"] / theirs.forward,
+            "both_ratio": row["forward_backward_ms"] / theirs.both,
+            "memory_ratio": theirs.memory and memory / theirs.memory, "targets": TARGETS[theirs.rule],
+        }
+    return row
+
+
+def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
+    """One step in place against the time in which M and P could be read and written once at copy bandwidth."""
+    from surgery.kernels.bayesian.triton import bayesian_step
+
+    arguments = inputs(DECODE, dtype)
+    del arguments["initial_covariance"]
+    batch, _, heads, _, key_dim, value_dim = DECODE
+    eye = torch.eye(key_dim, device="cuda")
+    mean = torch.rand(batch, heads, key_dim, value_dim, device="cuda")
+    state = torch.cat((mean, eye.expand(batch, heads, -1, -1)), -1)
+    other = torch.empty_like(state)
+    copy = _median(lambda: other.copy_(state), milliseconds)
+    step = _median(lambda: bayesian_step(**arguments, state=state), milliseconds)
+    return {"shape": DECODE._asdict(), "step_ms": step, "copy_ms": copy, "ratio": step / copy}
+
+
+def measure(dtype: str, names: list[str], milliseconds: int) -> dict:
+    """Medians of every shape named, as a JSON-able dictionary."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "dtype": dtype,
+        "shapes": {name: _one(name, DTYPES[dtype], milliseconds) for name in names},
+        "decode": _decode(DTYPES[dtype], milliseconds),
+    }
+
+
+def table(figures: dict) -> str:
+    """The figures as text."""
+    lines = [
+        f"Bayesian on {figures['device']}, {figures['dtype']}, torch {figures['torch']}, triton {figures['triton']}",
+        f"{'shape':<10}{'fwd ms':>9}{'fwd+bwd ms':>12}{'MiB':>8}   stages, ms",
+    ]
+    for name, row in figures["shapes"].items():
+        stages = ", ".join(f"{stage} {value:.3f}" for stage, value in row["stages_ms"].items())
+        lines.append(
+            f"{name:<10}{row['forward_ms']:>9.3f}{row['forward_backward_ms']:>12.3f}{row['peak_memory_mib']:>8.0f}"
+            f"   {stages}"
+        )
+        if "stored" in row:
+            theirs = row["stored"]
+            parts = zip(("forward", "both", "memory"), theirs["targets"], strict=True)
+            ratios = [
+                f"{part} {theirs[f'{part}_ratio']:.2f} (target {target})" for part, target in parts if target
+            ]
+            lines.append(f"{'':<10}over {theirs['rule']}'s stored figures: {', '.join(ratios)}")
+        for rule, value in row["public"].items():
+            lines.append(f"{'':<10}{rule}: {value if isinstance(value, str) else f'{value:.3f}'}")
+        if "sequential_forward_ms" in row:
+            times = row["sequential_forward_ms"] / row["forward_ms"]
+            lines.append(f"{'':<10}token by token: {row['sequential_forward_ms']:.0f} ms, {times:.0f} times as long")
+    step = figures["decode"]
+    lines.append(
+        f"decode {tuple(step['shape'].values())}: {step['step_ms']:.3f} ms, copying M and P {step['copy_ms']:.3f} ms"
+        f" ({step['ratio']:.2f} times)"
+    )
+    return "\n".join(lines)
