@@ -92,7 +92,7 @@ def _bayesian_backward(
         by_key_head(through.dq, q), by_key_head(back.dk, k), through.dv, by_token(through.decay),
         by_token(back.cov_decay_sqrt), by_token(back.process_noise), back.precision.sum((0, 2)),
         by_token(back.observation_noise), by_token(through.erase), by_token(back.shrink), by_token(through.write),
-        through.start.clone(), back.start.clone(),
+        through.start, back.start.clone(),
     )
 
 

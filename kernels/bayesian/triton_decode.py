@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .triton_common import OPTIONS
 
+# elements of P, and of M, that a program holds at once: all of P where it fits, so that it is read once
+TILE = 16384
+
 
 @triton.jit(do_not_specialize=["H", "G"])
 def _step_kernel(
@@ -79,11 +82,11 @@ def step(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], before: Ten
     groups, key_dim = k.shape[2:]
     o = torch.empty_like(v)
     keys = max(16, triton.next_power_of_2(key_dim))
-    rows = min(keys, 16384 // keys)
-    columns = min(max(16, triton.next_power_of_2(value_dim)), 16384 // keys)
+    rows = min(keys, TILE // keys)
+    columns = min(max(16, triton.next_power_of_2(value_dim)), TILE // keys)
     directions = before if rows >= key_dim else torch.empty(batch, heads, key_dim, device=v.device)
     _step_kernel[(batch * heads,)](
         q, k, v, *gates, before, after, directions, o, heads, groups, K=key_dim, V=value_dim, BK=keys, BR=rows,
-        BV=columns, num_warps=8 if keys * columns >= 8192 else 4, **OPTIONS,
+        BV=columns, num_warps=8 if keys * columns > 4096 else 4, **OPTIONS,
     )
     return o

@@ -230,4 +230,5 @@ def mean_backward(
         shape.tokens, shape.heads, shape.groups, shape.padded, BD=width, NB=blocks, BV=columns, num_warps=8,
         **common, **OPTIONS,
     )
-    return MeanGradients(dq, dk, dv, dU, *dscalars.sum(0), dmeans[:, :, 0])
+    # a copy: a view would keep all of dmeans alive through the covariance's part
+    return MeanGradients(dq, dk, dv, dU, *dscalars.sum(0), dmeans[:, :, 0].clone())
