@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chunks import check, compute_dtype, without_autocast
-from . import reference
+from . import chunked
 from .triton_backward import backward
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, decays, precision
 from .triton_decode import step
@@ -91,6 +91,21 @@ def _differentiate(ctx, dy, dvariance, dfinal, _):
 _palimpsa.register_autograd(_differentiate, setup_context=_save)
 
 
+@torch.library.custom_op("surgery::palimpsa_step", mutates_args=())
+def _palimpsa_step(
+    q: Tensor, k: Tensor, v: Tensor, b: Tensor, log_decay: Tensor, prior: Tensor, state: Tensor, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """o and the next state of one token. No gradient."""
+    q, k, v, b, log_decay, prior, state = (x.contiguous() for x in (q, k, v, b, log_decay, prior, state))
+    after = torch.empty_like(state, dtype=torch.float32)
+    return step(q, k, v, b, log_decay, prior, state, after, reset), after
+
+
+@_palimpsa_step.register_fake
+def _(q, k, v, b, log_decay, prior, state, reset):
+    return v.new_empty(v.shape), state.new_empty(state.shape, dtype=torch.float32)
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, b: Tensor, log_decay: Tensor) -> None:
     check(q, k, v, log_decay)
     assert b.shape == v.shape, f"b {tuple(b.shape)} and v {tuple(v.shape)} differ"
@@ -115,23 +130,17 @@ def palimpsa(
     """Palimpsa on a CUDA device; arguments and results as in :func:`.reference.palimpsa`.
 
     K is at most 256 and V at most 512. Inputs may be bf16, fp16 or float32 in any mix; states and sums are float32.
-    float64 inputs go to the reference.
+    float64 inputs go to the chunked form.
     """
     if compute_dtype(q, k, v) == torch.float64:
-        return reference.palimpsa(
+        return chunked.palimpsa(
             q, k, v, b, log_decay, prior, state=state, reset=reset, return_variance=return_variance
         )
     _check(q, k, v, b, log_decay)
     if v.shape[1] == 1 and state is not None and not return_variance and not torch.is_grad_enabled():
-        after = torch.empty_like(state, dtype=torch.float32, memory_format=torch.contiguous_format)
-        return _step(q, k, v, b, log_decay, prior, state.float(), after, reset), after
+        return _palimpsa_step(q, k, v, b, log_decay, prior, state, reset)
     o, variance, final, _ = _palimpsa(q, k, v, b, log_decay, prior, state, reset, return_variance)
     return (o, variance, final) if return_variance else (o, final)
-
-
-def _step(q, k, v, b, log_decay, prior, before, after, reset) -> Tensor:
-    q, k, v, b, log_decay, prior, before = (x.contiguous() for x in (q, k, v, b, log_decay, prior, before))
-    return step(q, k, v, b, log_decay, prior, before, after, reset)
 
 
 @torch.no_grad()
@@ -150,4 +159,5 @@ def palimpsa_step(
     _check(q, k, v, b, log_decay)
     assert v.shape[1] == 1, f"{v.shape[1]} tokens: a step takes one"
     assert state.dtype == torch.float32 and state.is_contiguous(), "the state must be contiguous float32"
-    return _step(q, k, v, b, log_decay, prior, state, state, reset)
+    q, k, v, b, log_decay, prior = (x.contiguous() for x in (q, k, v, b, log_decay, prior))
+    return step(q, k, v, b, log_decay, prior, state, state, reset)

@@ -185,11 +185,14 @@ def _sum_rows(x, y, STRIDE: tl.constexpr, LANES: tl.constexpr):
     """Two times 4 tensors [STRIDE, 4 LANES] -> their sums over rows, [8, 4 LANES], by one exchange among the warps.
 
     Neighbouring threads' entries are made neighbours first: in the memory that the warps exchange through, entries
-    that one thread holds would otherwise lie between them, and all threads would hit one bank.
+    that one thread holds would otherwise lie between them, and all threads would hit one bank. A warp's own rows are
+    summed apart: a sum over both at once has one thread of several store each value, in a branch.
     """
+    OWN: tl.constexpr = 32 // LANES
     both = tl.join(tl.join(tl.join(x[0], y[0]), tl.join(x[2], y[2])), tl.join(tl.join(x[1], y[1]), tl.join(x[3], y[3])))
     both = tl.permute(tl.reshape(both, (STRIDE, LANES, 4, 8)), (0, 3, 2, 1))
-    total = tl.reshape(tl.sum(tl.reshape(both, (STRIDE, 32 * LANES)), 0), (8, 4, LANES))
+    both = tl.sum(tl.reshape(both, (STRIDE // OWN, OWN, 32 * LANES)), 1)
+    total = tl.reshape(tl.sum(both, 0), (8, 4, LANES))
     return tl.reshape(tl.permute(total, (0, 2, 1)), (8, 4 * LANES))
 
 
@@ -420,28 +423,31 @@ def _gather_kernel(
     tl.store(dk + place, sum_k.to(dk.dtype.element_ty), mask=inside)
 
 
-def _plan(batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, length: int, device) -> tuple[int, int]:
-    """Chunks a slab (whole segments of the forward pass) and chunks a segment of the backward pass."""
-    tiling = backward_tiling(key_dim, value_dim)
+def slab_chunks(batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, length: int) -> int:
+    """Chunks a slab: as many segments of the forward pass (``length`` chunks) as SLAB_BYTES hold, in equal slabs."""
     chunks = triton.cdiv(tokens, CHUNK)
-    blocks = tiling.blocks(value_dim)
+    blocks = backward_tiling(key_dim, value_dim).blocks(value_dim)
     per_chunk = 4 * batch * heads * (2 * value_dim * key_dim + 2 * CHUNK * blocks * key_dim)
     slab = max(1, SLAB_BYTES // per_chunk // length) * length
-    slabs = triton.cdiv(chunks, slab)
-    slab = triton.cdiv(triton.cdiv(chunks, slabs), length) * length
-    slab = min(slab, chunks)
+    slab = triton.cdiv(triton.cdiv(chunks, triton.cdiv(chunks, slab)), length) * length
+    return min(slab, chunks)
+
+
+def segment_chunks(programs: int, warps: int, slab: int, processors: int) -> int:
+    """Chunks a segment, for ``programs`` a segment: the shortest time in waves of programs.
+
+    A program takes as long as its segment and a start; the walk for the inflow, 0.3 of that.
+    """
     # about 8 warps of 255 registers fit a multiprocessor
-    places = _processors(device) * max(1, 8 // tiling.warps)
-    programs = batch * heads * blocks
+    places = processors * max(1, 8 // warps)
 
     def cost(segments: int) -> float:
-        """Waves of programs, each as long as its segment and a start; the walk for the inflow takes 0.3 of that."""
         segment = triton.cdiv(slab, segments)
         count = triton.cdiv(slab, segment)
         waves = triton.cdiv(programs * count, places) + 0.3 * triton.cdiv(programs * (count - 1), places)
         return (segment + 0.5) * waves
 
-    return slab, triton.cdiv(slab, min(range(1, min(slab, 16) + 1), key=cost))
+    return triton.cdiv(slab, min(range(1, min(slab, 16) + 1), key=cost))
 
 
 def _processors(device: torch.device) -> int:
@@ -463,7 +469,8 @@ def backward(
     blocks = tiling.blocks(value_dim)
     chunks = triton.cdiv(tokens, CHUNK)
     padded = chunks * CHUNK
-    slab, segment = _plan(batch, tokens, heads, key_dim, value_dim, length, device)
+    slab = slab_chunks(batch, tokens, heads, key_dim, value_dim, length)
+    segment = segment_chunks(batch * heads * blocks, tiling.warps, slab, _processors(device))
     segments = triton.cdiv(slab, segment)
     size = 2 * value_dim * key_dim
 
