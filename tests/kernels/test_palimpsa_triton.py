@@ -1,7 +1,7 @@
 """Palimpsa's Triton kernels against the sequential rule in float64: outputs, states and every gradient.
 
-Without a GPU the suite imports Triton as its CPU interpreter, and the tests of small shapes run there. With one they run
-on it, and so do those of large shapes: ``pytest -m gpu``.
+Without a GPU the suite imports Triton as its CPU interpreter, and the tests of small shapes run there. With one they
+run on it, and so do those of large shapes: ``pytest -m gpu``.
 """
 
 from __future__ import annotations
