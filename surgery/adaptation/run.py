@@ -23,6 +23,7 @@ from typing import Any
 from accelerate import PartialState
 
 import surgery
+from surgery import kernel_check
 from surgery.adaptation import data, measuring
 from surgery.adaptation.capacity import check_second_model
 from surgery.adaptation.phases import (
@@ -41,9 +42,10 @@ from surgery.adaptation.teaching import body_of, shares_weights
 from surgery.checkpoint.manifest import FILE, PhaseRecord, RunManifest, read_manifest, write_manifest
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory, write_atomic
-from surgery.errors import UsageError
+from surgery.errors import JobError, UsageError
 from surgery.evaluation.loading import load_tokenizer, locate
 from surgery.hosts import adapter_for, load_model, resolve
+from surgery.kernels import dispatch
 from surgery.memory import create
 from surgery.plan import why_inexact
 from surgery.recipe import Recipe, load_recipe
@@ -93,6 +95,8 @@ def distill(
         )
     after = run / "evaluation" / "after.json"
     evaluate = evaluate and bool(recipe.phases)
+    if pending:
+        check_kernels(manifest.rule, options.device)
     if pending or (evaluate and not after.is_file()):
         _check(recipe, starts[first], base, pending, options, evaluate)
     baseline = None
@@ -273,6 +277,23 @@ def _is_exact(applied: Checkpoint, base: Checkpoint, swap: Mapping[str, Any]) ->
         if why_inexact(swap["rule"], adapter.name, dose, memory.exact_limit) is not None:
             return False
     return all(name in applied.tensors and applied.read(name).equal(base.read(name)) for name in base.tensors)
+
+
+def check_kernels(rule: str, device: str) -> None:
+    """Compare the Triton form of ``rule`` with the sequential rule on the device, before hours are trained with it.
+
+    Raises:
+        JobError: its outputs or gradients are out of tolerance.
+    """
+    if rule not in dispatch.RULES or dispatch.picked(rule, device) != "triton":
+        return
+    found = kernel_check.check(rule, device)
+    if not found.passed:
+        raise JobError(
+            f"{rule}: its Triton kernels are out of tolerance on this device (outputs {found.output_error:.1e}, "
+            f"gradient of {found.worst_gradient} {found.gradient_error:.1e}, tolerance {found.tolerance:.0e})\n"
+            "  set SURGERY_KERNELS=chunked to train with the torch form; surgery check says more"
+        )
 
 
 def _check(
