@@ -33,7 +33,9 @@ def test_table_marks_the_top(surgery, bases, tmp_path):
     result = surgery("inspect", bases["mamba2"], "--tokens", 300, "--top", 1, "--json", target)
     assert result.code == 0, result.err
     found = json.loads(target.read_text())
-    rows = [line.split() for line in result.out.splitlines()[2:6]]
+    lines = result.out.splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.split()[:1] == ["layer"])  # the title above may wrap
+    rows = [line.split() for line in lines[heading + 1 : heading + 5]]
     assert [int(row[row[0] == "●"]) for row in rows] == found["ranking"]
     assert [row[0] == "●" for row in rows] == [True, False, False, False]
 

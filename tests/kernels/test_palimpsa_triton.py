@@ -24,6 +24,8 @@ device_test = (lambda test: test) if INTERPRETED else pytest.mark.gpu
 # relative Frobenius errors; for half precision, before the outputs are rounded, and then
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 4e-3}
 UNROUNDED = 2e-3
+# the interpreter cuts float32 to bfloat16 instead of rounding it, up to 2^-7 off where rounding is 2^-8
+HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 
 
 def form(name: str = "triton"):
@@ -145,7 +147,7 @@ def test_odd_widths_and_the_variance(short_chunks, batch, key_dim, value_dim):
 
 
 @device_test
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_half_precision(dtype):
     compare(problem(1, 9, 1, 1, 16, 16, dtype))
 
@@ -153,7 +155,7 @@ def test_half_precision(dtype):
 @device_test
 def test_mixed_precision_and_no_state():
     arguments = problem(1, 9, 2, 1, 16, 16)
-    arguments |= {"q": arguments["q"].bfloat16(), "b": arguments["b"].half()}
+    arguments |= {"q": arguments["q"].to(HALVES[-1]), "b": arguments["b"].half()}
     del arguments["state"]
     compare(arguments)
 
