@@ -17,6 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/.installed
+	rm -rf demo-output  # of an earlier run
 	$(BIN)/surgery demo --output demo-output
 
 test: $(VENV)/.installed
