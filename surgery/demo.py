@@ -152,14 +152,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
     bits, recall = _row(bottom, 2)
     names = list(models)
     values = [models[name]["bits_per_byte"] for name in names]
-    bars = bits.bar(names, values, color=["tab:gray", "tab:blue", "tab:green"])
+    colours = dict(zip(names, ("tab:gray", "tab:blue", "tab:green"), strict=True))
+    bars = bits.bar(names, values, color=list(colours.values()))
     bits.bar_label(bars, fmt="%.3f")
     margin = max(max(values) - min(values), 0.01)
     bits.set(title="held-out text", ylabel="bits per byte", ylim=(min(values) - margin, max(values) + margin))
     for name in names:
         if models[name].get("recall"):
             rows = models[name]["recall"]["lengths"]
-            recall.plot([row["length"] for row in rows], [row["fraction"] for row in rows], marker="o", label=name)
+            recall.plot(
+                [row["length"] for row in rows],
+                [row["fraction"] for row in rows],
+                marker="o",
+                label=name,
+                color=colours[name],
+            )
     recall.set(title="needle recall among ten", xlabel="tokens before the question", ylim=(0, 1.02))
     recall.set_xscale("log", base=2)
     recall.axhline(0.1, color="gray", linestyle=":", label="chance")
