@@ -103,16 +103,18 @@ def load(located: Located, device: str, dtype: Any = None) -> tuple[Any, Any]:
             dtype the checkpoint is stored in.
 
     Raises:
-        UsageError: an unsupported architecture, or no fitting tokenizer.
-        JobError: damaged weights.
+        UsageError: an unsupported architecture, no fitting tokenizer, or a weight file that is missing or cut off.
+        JobError: weights that do not fit the configuration.
     """
     import torch
 
+    from surgery.checkpoint.reading import open_checkpoint
     from surgery.hosts import adapter_for, load_model, read_config
 
     config = read_config(located.path)
     parsed = adapter_for(config).parse(config)
     tokenizer = load_tokenizer(located.path, parsed.vocab_size)
+    open_checkpoint(located.path)  # names the file that is damaged, which loading all of them at once does not
     if dtype is None and device == "cpu":
         dtype = torch.float32
     return load_model(located.path, dtype=dtype, device=device), tokenizer

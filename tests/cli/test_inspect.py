@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 
@@ -110,3 +112,14 @@ def test_unsupported_architecture_lists_the_supported(surgery, tmp_path):
 def test_help_has_examples(surgery):
     result = surgery("inspect", "--help")
     assert result.code == 0 and "surgery inspect bundled:tiny-gdn --top 4 --recipe mine.yaml" in result.out
+
+
+@pytest.mark.parametrize("command", ["inspect", "eval"])
+def test_a_cut_off_weight_file_is_named(surgery, bases, tmp_path, command):
+    broken = tmp_path / "broken"
+    shutil.copytree(bases["mamba2"], broken)
+    (weights,) = broken.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size - 100)
+    result = surgery(command, broken, "--tokens", 300)
+    assert result.code == 2 and str(weights) in result.err and "download" in result.err
+    assert "Traceback" not in result.err and len(result.err.strip().splitlines()) <= 5
