@@ -65,7 +65,8 @@ def test_wheel_carries_kernels_recipes_and_bases(wheel_tree):
         if path.endswith(".py") and path.startswith(("kernels/", "surgery/"))
     }
     expected |= {f"surgery/{path}" for path in tracked if path.startswith("recipes/") and path.endswith(".yaml")}
-    expected |= {path for path in tracked if path.startswith("surgery/bundled/") and path.endswith((".json", ".safetensors"))}
+    bases = (path for path in tracked if path.startswith("surgery/bundled/"))
+    expected |= {path for path in bases if path.endswith((".json", ".safetensors", ".md"))}
     assert expected - installed == set()
     assert not any(name.startswith("kernels/") for name in installed)
 
