@@ -20,9 +20,6 @@ is, with dL and dh the gradients from outside of it,
     dS = J^T Y J symmetrised        Y = tril(L^T dL, -1) diag(r h) - diag(h^2 (r dh + (x - r) (g - r chi)))
 """
 
-# Triton's compiler joins tuples by addition alone
-# ruff: noqa: RUF005
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -76,7 +73,7 @@ def _closed_loop_kernel(
     j = tl.arange(0, C)[None, :]
     with_keys = tl.zeros((C, C), tl.float32)
     with_gradients = tl.zeros((C, C), tl.float32)
-    for n in tl.static_range(NB):
+    for n in range(NB):
         u = tl.trans(load_tokens(U + tokens, first, padded, K, n * BD, K, C, BD))
         kk = load_tokens(keys, first, T, G * K, n * BD, K, C, BD)
         with_keys = dot(kk, u, with_keys, EXACT, False, PRECISION)
@@ -90,7 +87,7 @@ def _closed_loop_kernel(
     invert_unit_lower(inverse + place, C)
     J = load_matrix(inverse + place, 0, 0, C, C, C, C)
     scaled = pulled * (r * h)[None, :]
-    for n in tl.static_range(NB):
+    for n in range(NB):
         kk = load_tokens(keys, first, T, G * K, n * BD, K, C, BD)
         none = tl.zeros((C, BD), tl.float32)
         f = dot(J * since[None, :], kk, none, False, EXACT, PRECISION)
@@ -109,7 +106,7 @@ def _closed_loop_kernel(
         store_matrix(solve + place, -theta * theta * rho[None, :], 0, 0, C, C, C, C)
         invert_unit_lower(solve + place, C)
         weighted = -tl.trans(theta) * (r * h * to_end)[None, :]
-        for n in tl.static_range(NB):
+        for n in range(NB):
             u = load_tokens(U + tokens, first, padded, K, n * BD, K, C, BD)
             ended = dot(weighted, u, to_end[:, None] * u, False, False, PRECISION)
             store_tokens(psi + tokens, ended, first, padded, K, n * BD, K, C, BD)
@@ -139,24 +136,23 @@ def _covariance_adjoint_kernel(
         target = dP - K * K
         none = tl.zeros((C, BD), tl.float32)
         twice = tl.zeros((C, C), tl.float32)
-        pulled = ()
         chi = tl.zeros((C,), tl.float32)
-        for j in tl.static_range(NB):
+        for j in range(NB):
             t = none
-            for i in tl.static_range(NB):
-                w = weight[:, None] * load_tokens(U + tokens, first, padded, K, i * BD, K, C, BD)
+            e = none
+            for i in range(NB):
                 d = tl.trans(load_matrix(dP, j * BD, i * BD, K, K, BD, BD))
+                w = weight[:, None] * load_tokens(U + tokens, first, padded, K, i * BD, K, C, BD)
                 t = dot(w, d, t, False, False, PRECISION)
+                if not UNIT:
+                    w = load_tokens(psi + tokens, first, padded, K, i * BD, K, C, BD)
+                    e = dot(w, d, e, False, False, PRECISION)
             w = weight[:, None] * load_tokens(U + tokens, first, padded, K, j * BD, K, C, BD)
             twice = dot(t, tl.trans(w), twice, False, False, PRECISION)
-            pulled = pulled + (t,)
+            z = load_tokens(pulls + tokens, first, padded, K, j * BD, K, C, BD) - 2 * whole * t
+            store_tokens(pulls + tokens, z, first, padded, K, j * BD, K, C, BD)
             if not UNIT:
-                t = none
-                for i in tl.static_range(NB):
-                    e = load_tokens(psi + tokens, first, padded, K, i * BD, K, C, BD)
-                    d = tl.trans(load_matrix(dP, j * BD, i * BD, K, K, BD, BD))
-                    t = dot(e, d, t, False, False, PRECISION)
-                chi += tl.sum(t * load_tokens(psi + tokens, first, padded, K, j * BD, K, C, BD), 1)
+                chi += tl.sum(e * load_tokens(psi + tokens, first, padded, K, j * BD, K, C, BD), 1)
         more = tl.zeros((C,), tl.float32)
         if not UNIT:
             chi += tl.load(base + at)
@@ -164,23 +160,27 @@ def _covariance_adjoint_kernel(
             inverse = load_matrix(solve + (bh * chunks + chunk) * (C * C), 0, 0, C, C, C, C)
             more = tl.sum(inverse * (r * (x - r) * h * h * chi)[:, None], 0)
             tl.store(lam + at, more)
-        inner = ()
-        for j in tl.static_range(NB):
+        tl.debug_barrier()
+        for j in range(NB):
             f = load_tokens(F + tokens, first, padded, K, j * BD, K, C, BD)
-            z = load_tokens(pulls + tokens, first, padded, K, j * BD, K, C, BD) - 2 * whole * pulled[j]
+            z = load_tokens(pulls + tokens, first, padded, K, j * BD, K, C, BD)
             if not UNIT:
                 z += more[:, None] * f
-            inner = inner + (tl.trans(dot(twice, f, z, False, False, PRECISION)),)
-        for i in tl.static_range(NB):
-            for j in tl.static_range(i, NB):
+            z = dot(twice, f, z, False, False, PRECISION)
+            store_tokens(pulls + tokens, z, first, padded, K, j * BD, K, C, BD)
+        tl.debug_barrier()
+        for i in range(NB):
+            for j in range(i, NB):
+                z = tl.trans(load_tokens(pulls + tokens, first, padded, K, i * BD, K, C, BD))
                 f = load_tokens(F + tokens, first, padded, K, j * BD, K, C, BD)
-                d = dot(inner[i], f, tl.zeros((BD, BD), tl.float32), False, False, PRECISION)
-                if i == j:
-                    d += tl.trans(d)
-                else:
+                d = dot(z, f, tl.zeros((BD, BD), tl.float32), False, False, PRECISION)
+                other = d
+                if i != j:
+                    z = tl.trans(load_tokens(pulls + tokens, first, padded, K, j * BD, K, C, BD))
                     f = load_tokens(F + tokens, first, padded, K, i * BD, K, C, BD)
-                    d += tl.trans(dot(inner[j], f, tl.zeros((BD, BD), tl.float32), False, False, PRECISION))
-                d = 0.5 * d + whole * whole * load_matrix(dP, i * BD, j * BD, K, K, BD, BD)
+                    other = dot(z, f, tl.zeros((BD, BD), tl.float32), False, False, PRECISION)
+                d = 0.5 * (d + tl.trans(other))
+                d += whole * whole * load_matrix(dP, i * BD, j * BD, K, K, BD, BD)
                 store_matrix(target, d, i * BD, j * BD, K, K, BD, BD)
                 if i != j:
                     store_matrix(target, tl.trans(d), j * BD, i * BD, K, K, BD, BD)
@@ -342,7 +342,7 @@ def covariance_backward(
     shape: Shape, k: Tensor, table: Table, precision: Tensor, U: Tensor, gains: Tensor, P: Tensor, dU: Tensor,
     dk: Tensor, dgains: Tensor, dfinal: Tensor, unit_gain: bool,
 ) -> CovarianceGradients:
-    width, blocks = shape.key_blocks(64 if shape.key_dim <= 128 else 128)
+    width, blocks = shape.key_blocks(64)
     keys = {"K": shape.key_dim, "BD": width, "NB": blocks, "C": CHUNK, "UNIT": unit_gain, "PRECISION": "tf32x3"}
     square = (shape.batch, shape.heads, shape.chunks, CHUNK, CHUNK)
     inverse = torch.empty(square, dtype=torch.float32, device=k.device)
@@ -353,7 +353,8 @@ def covariance_backward(
     )
     _closed_loop_kernel[(shape.chunks, shape.programs)](
         k, U, dU, gains, dgains, table.scalars, table.logs, precision, inverse, F, pulls, psi, solve, base,
-        shape.tokens, shape.heads, shape.groups, shape.padded, EXACT=exact(k), num_warps=8, **keys, **OPTIONS,
+        shape.tokens, shape.heads, shape.groups, shape.padded, EXACT=exact(k), num_warps=8, num_stages=1, **keys,
+        **OPTIONS,
     )
     dP = torch.empty(
         shape.batch, shape.heads, shape.chunks + 1, shape.key_dim, shape.key_dim, dtype=torch.float32, device=k.device
@@ -364,7 +365,6 @@ def covariance_backward(
         num_warps=8, num_stages=1, **keys, **OPTIONS,
     )
     del pulls, psi, solve
-    width, blocks = shape.key_blocks(64)
     dtype = k.dtype if shape.heads == shape.groups else torch.float32
     dkeys = torch.empty(shape.batch, shape.tokens, shape.heads, shape.key_dim, dtype=dtype, device=k.device)
     dscalars = torch.empty(4, shape.batch, shape.heads, shape.padded, dtype=torch.float32, device=k.device)
@@ -372,6 +372,6 @@ def covariance_backward(
     _covariance_gradients_kernel[(shape.chunks, shape.programs)](
         k, U, dU, dk, gains, dgains, table.scalars, table.logs, precision, inverse, P, dP, base, lam, F, dkeys,
         dscalars, dprecision, shape.tokens, shape.heads, shape.groups, shape.padded, P.shape[2], EXACT=exact(k),
-        num_warps=8, num_stages=1, **{**keys, "BD": width, "NB": blocks}, **OPTIONS,
+        num_warps=8, num_stages=1, **keys, **OPTIONS,
     )
     return CovarianceGradients(dkeys, *dscalars, dprecision, dP[:, :, 0])

@@ -228,7 +228,7 @@ def mean_backward(
     _mean_gradients_kernel[(blocks, shape.chunks, shape.programs)](
         q, k, v, do, U, gains, table.scalars, table.logs, means, dmeans, errors, dfree, dq, dk, dv, dU, dscalars,
         shape.tokens, shape.heads, shape.groups, shape.padded, BD=width, NB=blocks, BV=columns, num_warps=8,
-        **common, **OPTIONS,
+        num_stages=2 if precision == "tf32" else 1, **common, **OPTIONS,
     )
     # a copy: a view would keep all of dmeans alive through the covariance's part
     return MeanGradients(dq, dk, dv, dU, *dscalars.sum(0), dmeans[:, :, 0].clone())

@@ -149,7 +149,7 @@ def nan_filled():
 @interpreted
 @pytest.mark.parametrize("form", UNIT_GAIN)
 @pytest.mark.parametrize("tokens, options", [
-    (1, {"state": True}),
+    (1, {"state": True, "batch": 3}),
     (70, {"boundaries": True, "state": True}),
     (33, {"rho": 0.0, "noise": 0.3}),
 ], ids=("one-token", "boundaries", "no-retention"))  # fmt: skip
@@ -159,7 +159,7 @@ def test_equals_the_sequential_rule_with_gradients(form, tokens, options, nan_fi
     exact = problem(form, tokens, **options)
     weights = weights_for(exact)
     expected = gradients(reference, exact, form, weights)
-    assert_close(gradients(bayesian, cast(exact, torch.float32), form, weights), expected, 1e-5)
+    assert_close(gradients(bayesian, cast(exact, torch.float32), form, weights), expected, 2e-5)
 
 
 @interpreted
@@ -180,7 +180,7 @@ def test_nearly_parallel_keys_and_a_decay_near_one():
     exact = problem("gdn", 100, heads=1, near=True, decay=0.999)
     weights = weights_for(exact)
     expected = gradients(reference, exact, "gdn", weights)
-    assert_close(gradients(bayesian, cast(exact, torch.float32), "gdn", weights), expected, 2e-5)
+    assert_close(gradients(bayesian, cast(exact, torch.float32), "gdn", weights), expected, 1e-4)
 
 
 @interpreted
