@@ -40,9 +40,6 @@ _FORMS: dict[tuple[str, str], Callable] = {
 }
 
 
-# Triton forms that run only where asked for, by backend= or SURGERY_KERNELS: not yet measured on a GPU
-_ON_REQUEST = {"bayesian"}
-
 # rules whose Triton form is taken on CUDA without being asked for. The Bayesian rule's is not among them: its backward
 # pass read out of bounds on an H200 at 16-wide keys, and what has been changed since has not run on a GPU.
 TRITON_BY_DEFAULT = frozenset({"palimpsa"})
@@ -80,7 +77,7 @@ def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> 
             raise ValueError(f"SURGERY_KERNELS={forced}: choose one of {', '.join(BACKENDS)}")
         if _has(rule, forced):
             return forced
-    if str(device).startswith("cuda") and rule not in _ON_REQUEST and _has(rule, "triton"):
+    if str(device).startswith("cuda") and rule in TRITON_BY_DEFAULT and _has(rule, "triton"):
         return "triton"
     return "reference" if tokens == 1 else "chunked"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from surgery.kernels.additive.chunked import additive as chunked
 from surgery.kernels.additive.reference import additive as reference
 

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+
 from surgery.kernels.bayesian.chunked import _require_ieee_products
 from surgery.kernels.bayesian.chunked import bayesian as chunked
 from surgery.kernels.bayesian.reference import bayesian as reference
 from surgery.kernels.delta.reference import delta
-from torch import Tensor
 
 UNIT_GAIN = {"gdn": True, "gdn-above-1": False, "mamba2": True}
 

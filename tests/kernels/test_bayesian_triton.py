@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from surgery.kernels.bayesian.chunked import bayesian as chunked
-from surgery.kernels.bayesian.reference import bayesian as reference
 from torch import Tensor
 from torch.nn.functional import normalize
+
+from surgery.kernels.bayesian.chunked import bayesian as chunked
+from surgery.kernels.bayesian.reference import bayesian as reference
 
 pytest.importorskip("triton")
 

@@ -6,10 +6,11 @@ import importlib
 
 import pytest
 import torch
+from torch.nn.functional import normalize
+
 from surgery.kernels.delta.chunked import delta as chunked
 from surgery.kernels.delta.reference import delta as reference
 from surgery.kernels.triangular import unit_lower_inverse
-from torch.nn.functional import normalize
 
 FORMS = pytest.mark.parametrize("form", [reference, chunked], ids=["reference", "chunked"])
 

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+
 from surgery.kernels import dispatch
 
 

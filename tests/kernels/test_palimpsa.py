@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+
 from surgery.kernels.additive.reference import additive
 from surgery.kernels.palimpsa import chunked as module
 from surgery.kernels.palimpsa.chunked import palimpsa as chunked

@@ -12,10 +12,11 @@ import os
 
 import pytest
 import torch
-from surgery.kernels.palimpsa.chunked import palimpsa as chunked
-from surgery.kernels.palimpsa.reference import palimpsa as reference
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from surgery.kernels.palimpsa.chunked import palimpsa as chunked
+from surgery.kernels.palimpsa.reference import palimpsa as reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
