@@ -51,7 +51,9 @@ def test_on_a_cpu(rule):
         assert dispatch._FORMS[rule, backend] is getattr(module, rule)
 
 
-def test_kernels_run_on_cuda(kernel):
+def test_kernels_run_on_cuda_once_they_are_listed(kernel, monkeypatch):
+    assert dispatch.picked("delta", "cuda") == "chunked"
+    monkeypatch.setattr(dispatch, "TRITON_BY_DEFAULT", frozenset({"delta"}))
     assert dispatch.picked("delta", "cuda:1") == dispatch.picked("delta", "cuda", 1) == "triton"
     assert dispatch.picked("delta", "cpu") == "chunked"
 
