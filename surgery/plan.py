@@ -253,7 +253,8 @@ def check_mixers(recipe: Recipe, checkpoint: Checkpoint, adapter: HostAdapter, l
     """Refuse tensors inside a swapped mixer that the host's family does not know: they would be lost in silence."""
     expected = adapter.expected_tensors(checkpoint.config)
     prefixes = tuple(adapter.tensor_prefix(layer) for layer in layers)
-    unknown = [name for name in checkpoint.tensors if name.startswith(prefixes) and name not in expected]
+    own = [name for name in checkpoint.tensors if name.startswith(prefixes)]
+    unknown = [name for name in own if name not in expected and not adapter.is_unused(name)]
     if unknown:
         shown = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
         with at(recipe, ("model",)):

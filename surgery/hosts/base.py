@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -107,6 +108,11 @@ class HostAdapter:
             model = model_class(parsed)
         tied = self.ties(config)
         return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of that disk name is one that this family's checkpoints may carry and nothing reads."""
+        patterns = getattr(self._classes(False)[1], "_keys_to_ignore_on_load_unexpected", None) or ()
+        return any(re.search(pattern, name) for pattern in patterns)
 
     def ties(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Tensors that share another's storage: name -> that other's name."""

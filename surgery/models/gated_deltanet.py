@@ -122,6 +122,8 @@ class GatedDeltaNetForCausalLM(GraftedCausalLM):
     base_model_prefix = "model"
     _no_split_modules = ("GatedDeltaNetBlock",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+    # a skip weight that early checkpoints carry and no forward pass ever read
+    _keys_to_ignore_on_load_unexpected = [r"\.attn\.D$"]  # noqa: RUF012
 
     def __init__(self, config: GatedDeltaNetConfig) -> None:
         super().__init__(config)

@@ -117,6 +117,21 @@ def test_unexpected_tensors_are_fatal(adapter, copied):
         hosts.load_model(copied)
 
 
+def test_a_tensor_that_nothing_reads_is_known(bases, tmp_path):
+    """Early Gated DeltaNet checkpoints carry `attn.D`, which is no reason to refuse them."""
+    adapter = hosts.adapter_for(hosts.read_config(bases["gated_deltanet"]))
+    assert adapter.is_unused("model.layers.3.attn.D")
+    assert not adapter.is_unused("model.layers.3.attn.D_proj.weight") and not adapter.is_unused("model.layers.3.mlp.D")
+    assert not hosts.adapter_for(hosts.read_config(bases["mamba2"])).is_unused("backbone.layers.3.mixer.D")
+    copied = tmp_path / "with-D"
+    shutil.copytree(bases["gated_deltanet"], copied)
+    rewrite(copied, lambda tensors: tensors.update({"model.layers.1.attn.D": torch.zeros(4)}))
+    text = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, found = (hosts.load_model(path)(text).logits for path in (bases["gated_deltanet"], copied))
+    assert torch.equal(expected, found)
+
+
 def test_a_wrong_shape_is_fatal(adapter, copied):
     name = adapter.tensor_prefix(2) + "dt_bias"
     rewrite(copied, lambda tensors: tensors.update({name: torch.zeros(7)}))
