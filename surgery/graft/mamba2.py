@@ -6,6 +6,10 @@ Parameter names and shapes are those of transformers' ``mamba2``, with Di = H V,
     conv1d   [Di + 2 G K, 1, W]      over x | B | C
     A_log, D, dt_bias [H]; norm [Di]; out_proj [D, Di]
 
+Some layouts give every channel its own skip weight (D [Di]), leave the norm out or put the gate behind it, or let part
+of the inner width bypass the memory as a gated MLP of width M: in_proj then has rows z0 | x0 (M each) in front, and
+out_proj M columns in front, which read silu(z0) x0.
+
 The memory sees keys B, queries C, values x, log decay -exp(A_log) dt and write strength dt.
 """
 
@@ -22,24 +26,29 @@ from surgery.memory.base import MemoryInputs, MemoryRule
 
 
 class GatedGroupRMSNorm(nn.Module):
-    """Gate first (SiLU), then root mean square norm in ``groups`` equal parts of the last dimension.
+    """Gate (SiLU) and root mean square norm in ``groups`` equal parts of the last dimension.
 
     The groups are those of B and C, as the models were trained; transformers normalised over all of them together
     before it followed (5.17 still does), which is the same for one group only.
+
+    Args:
+        gate_first: the gate is applied before the norm, as Mamba-2 does; otherwise after it.
     """
 
-    def __init__(self, size: int, groups: int, eps: float) -> None:
+    def __init__(self, size: int, groups: int, eps: float, gate_first: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.groups = groups
         self.eps = eps
+        self.gate_first = gate_first
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """[..., Di], [..., Di] -> [..., Di] in float32."""
-        y = wide(y) * F.silu(wide(gate))
-        parts = y.unflatten(-1, (self.groups, -1))
+        y, gate = wide(y), F.silu(wide(gate))
+        parts = (y * gate if self.gate_first else y).unflatten(-1, (self.groups, -1))
         parts = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.eps)
-        return parts.flatten(-2) * wide(self.weight)
+        normed = parts.flatten(-2) * wide(self.weight)
+        return normed if self.gate_first else normed * gate
 
 
 class Mamba2Graft(Graft):
@@ -48,6 +57,9 @@ class Mamba2Graft(Graft):
     Args:
         memory: the rule; its geometry gives every width, and its style must be ``additive``.
         time_step_limit: dt is clamped to it, in the full forward and in one-token steps alike.
+        norm: whether there is a norm; without one, the gate alone. norm_before_gate: the gate comes after the norm.
+        skip_per_channel: D is [Di], one weight a channel, instead of [H].
+        mlp_size: M, the part of the inner width that bypasses the memory.
 
     Raises:
         ValueError: the memory's geometry has another style.
@@ -63,6 +75,10 @@ class Mamba2Graft(Graft):
         time_step_limit: tuple[float, float] = (0.0, math.inf),
         use_bias: bool = False,
         use_conv_bias: bool = True,
+        norm: bool = True,
+        norm_before_gate: bool = False,
+        skip_per_channel: bool = False,
+        mlp_size: int = 0,
     ) -> None:
         super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
         g = self.geometry
@@ -72,19 +88,20 @@ class Mamba2Graft(Graft):
         self.keys = g.num_key_heads * g.key_dim
         self.time_step_limit = (float(time_step_limit[0]), float(time_step_limit[1]))
         channels = self.inner + 2 * self.keys
-        self.in_proj = nn.Linear(g.hidden_size, self.inner + channels + g.num_heads, bias=use_bias)
+        self.mlp_size = mlp_size
+        self.in_proj = nn.Linear(g.hidden_size, 2 * mlp_size + self.inner + channels + g.num_heads, bias=use_bias)
         self.conv1d = nn.Conv1d(
             channels, channels, conv_kernel, groups=channels, padding=conv_kernel - 1, bias=use_conv_bias
         )
-        self.D = nn.Parameter(torch.ones(g.num_heads))
-        self.norm = GatedGroupRMSNorm(self.inner, g.num_key_heads, norm_eps)
-        self.out_proj = nn.Linear(self.inner, g.hidden_size, bias=use_bias)
+        self.D = nn.Parameter(torch.ones(self.inner if skip_per_channel else g.num_heads))
+        self.norm = GatedGroupRMSNorm(self.inner, g.num_key_heads, norm_eps, not norm_before_gate) if norm else None
+        self.out_proj = nn.Linear(mlp_size + self.inner, g.hidden_size, bias=use_bias)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        z, x, dt = self.in_proj(hidden).split(
-            [self.inner, self.inner + 2 * self.keys, self.geometry.num_heads], dim=-1
+        mlp, z, x, dt = self.in_proj(hidden).split(
+            [2 * self.mlp_size, self.inner, self.inner + 2 * self.keys, self.geometry.num_heads], dim=-1
         )
-        return x, (z, dt)
+        return x, (z, dt, mlp)
 
     def _convolution(self) -> tuple[Tensor, Tensor | None]:
         return self.conv1d.weight, self.conv1d.bias
@@ -104,5 +121,11 @@ class Mamba2Graft(Graft):
         )
 
     def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
-        y = wide(o) + wide(self.D)[:, None] * wide(inputs.v)
-        return self.out_proj(self.norm(y.flatten(-2), rest[0]).to(inputs.hidden.dtype))
+        z, _, mlp = rest
+        skip = wide(self.D).view(self.geometry.num_heads, -1)  # [H, V] or [H, 1]
+        y = (wide(o) + skip * wide(inputs.v)).flatten(-2)
+        y = (y * F.silu(wide(z)) if self.norm is None else self.norm(y, z)).to(inputs.hidden.dtype)
+        if self.mlp_size:
+            gate, up = mlp.chunk(2, dim=-1)
+            y = torch.cat([F.silu(gate) * up, y], dim=-1)
+        return self.out_proj(y)
