@@ -104,6 +104,8 @@ def measure_drift(
     Raises:
         JobError: a model cannot be loaded, or gives logits that are not finite.
     """
+    from surgery.hosts import read_config
+
     say = progress or (lambda _: None)
     name, ids = text
     say("running the base")
@@ -112,6 +114,7 @@ def measure_drift(
     del model
     say("running the swapped model")
     model = adapter.load(swapped, dtype=torch.float32, device=device)
+    scale = adapter.logit_scale(read_config(swapped))
     after = _hidden(model, ids, device)
     targets = ids[:, 1:].flatten()
     before, after = before[:, :-1].flatten(0, 1), after[:, :-1].flatten(0, 1)
@@ -120,7 +123,7 @@ def measure_drift(
     with evaluating(model):
         for start in range(0, targets.numel(), ROWS):
             rows = slice(start, start + ROWS)
-            old, new = (_logits(model, part[rows].to(device), adapter.logit_scale) for part in (before, after))
+            old, new = (_logits(model, part[rows].to(device), scale) for part in (before, after))
             largest = max(largest, float((old - new).abs().max()))
             old, new = old.log_softmax(-1), new.log_softmax(-1)
             kl.append((old.exp() * (old - new)).sum(-1).cpu())

@@ -120,12 +120,12 @@ class Plan:
             torch.manual_seed(self.recipe.seed * 1_000_003 + layer)
             memory = create(self.recipe.memory.rule, geometry, **self.options)
             memory.reset_parameters(self.recipe.memory.start)
-        return memory.to(mixer_dtype(self.base, self.adapter.tensor_prefix(layer)))
+        return memory.to(mixer_dtype(self.base, self.adapter.tensor_prefix(self.base.config, layer)))
 
     def added_tensors(self) -> dict[str, torch.Tensor]:
         """Disk name -> tensor, for every swapped layer."""
         return {
-            f"{self.adapter.tensor_prefix(layer)}memory.{name}": tensor
+            f"{self.adapter.tensor_prefix(self.base.config, layer)}memory.{name}": tensor
             for layer in self.layers
             for name, tensor in self.create_memory(layer).state_dict().items()
         }
@@ -172,7 +172,7 @@ def make_plan(
     check_mixers(recipe, checkpoint, adapter, layers)
     options, added, exact_limit = plan_memory(recipe, checkpoint, adapter, layers)
     dose = 1.0 if recipe.memory.start == "paper" else 0.0
-    prefixes = tuple(adapter.tensor_prefix(layer) for layer in layers)
+    prefixes = tuple(adapter.tensor_prefix(checkpoint.config, layer) for layer in layers)
     kept = tuple(entry for entry in checkpoint.tensors.values() if entry.name.startswith(prefixes))
     reason = why_inexact(recipe.memory.rule, adapter.name, dose, exact_limit)
     return Plan(
@@ -198,7 +198,7 @@ def plan_memory(
     added = []
     exact_limit = True
     for layer in layers:
-        prefix = adapter.tensor_prefix(layer)
+        prefix = adapter.tensor_prefix(checkpoint.config, layer)
         with at(recipe, ("memory",)), torch.device("meta"):
             memory = create(recipe.memory.rule, adapter.geometry(checkpoint.config, layer), **options)
         memory = memory.to(mixer_dtype(checkpoint, prefix))
@@ -252,7 +252,7 @@ def open_base(
 def check_mixers(recipe: Recipe, checkpoint: Checkpoint, adapter: HostAdapter, layers: Sequence[int]) -> None:
     """Refuse tensors inside a swapped mixer that the host's family does not know: they would be lost in silence."""
     expected = adapter.expected_tensors(checkpoint.config)
-    prefixes = tuple(adapter.tensor_prefix(layer) for layer in layers)
+    prefixes = tuple(adapter.tensor_prefix(checkpoint.config, layer) for layer in layers)
     own = [name for name in checkpoint.tensors if name.startswith(prefixes)]
     unknown = [name for name in own if name not in expected and not adapter.is_unused(name)]
     if unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import warnings
@@ -24,7 +25,7 @@ from surgery.adaptation.teaching import Body
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint
 from surgery.errors import JobError
 from surgery.evaluation.loading import load_tokenizer
-from surgery.hosts import load_model
+from surgery.hosts import adapter_for, load_model
 from surgery.recipe import Phase, Recipe
 
 SAVES = 10  # checkpoints a phase, unless that leaves more than MOST_STEPS between two
@@ -132,6 +133,8 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
     dose = dose_schedule(recipe, index, current_dose(body))
     selection = choose(recipe, index, body, dose)
     memories = {layer: body.model.get_submodule(f"{name}.memory") for layer, name in body.mixers.items()}
+    on_disk = functools.partial(adapter_for(source.config).disk_name, source.config)
+    saving.require_places(source, map(on_disk, selection.trained))
     steps = phase.total_steps
     micro = options.micro_batch or capacity.sequences_a_forward(body.model, phase.context, options.device)
     shape = batch_shape(phase.sequences, phase.context, options.devices, micro)
@@ -158,7 +161,7 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
         **_losses(folder / "metrics.jsonl"),
     }
     if options.main:
-        changed = saving.trained_tensors(selection, memories, body.mixers)
+        changed = saving.trained_tensors(selection, memories, body.mixers, on_disk)
         saving.write_model(folder / "model", source, changed)
     PartialState().wait_for_everyone()
     if options.main:

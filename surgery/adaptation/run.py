@@ -273,7 +273,7 @@ def _is_exact(applied: Checkpoint, base: Checkpoint, swap: Mapping[str, Any]) ->
     adapter = adapter_for(base.config)
     for layer in swap["layers"]:
         memory = create(swap["rule"], adapter.geometry(base.config, layer), **swap.get("options", {}))
-        dose = float(applied.read(f"{adapter.tensor_prefix(layer)}memory.dose"))
+        dose = float(applied.read(f"{adapter.tensor_prefix(applied.config, layer)}memory.dose"))
         if why_inexact(swap["rule"], adapter.name, dose, memory.exact_limit) is not None:
             return False
     return all(name in applied.tensors and applied.read(name).equal(base.read(name)) for name in base.tensors)

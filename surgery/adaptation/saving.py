@@ -7,7 +7,7 @@ The configuration then says float32, so that a plain load gives the run's own we
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ from surgery.memory.base import MemoryRule
 
 
 def trained_tensors(
-    selection: Selection, memories: Mapping[int, MemoryRule], mixers: Mapping[int, str]
+    selection: Selection,
+    memories: Mapping[int, MemoryRule],
+    mixers: Mapping[int, str],
+    disk_name: Callable[[str], str] = str,
 ) -> dict[str, Tensor]:
     """What a phase changes, by disk name: its trained parameters and the doses of the swapped memories, as they are now
     (moving a model replaces its buffers).
@@ -31,9 +34,27 @@ def trained_tensors(
     Args:
         memories: swapped layer -> its memory.
         mixers: swapped layer -> name of its mixer module.
+        disk_name: what a checkpoint calls the tensor that the model calls so.
     """
     doses = {f"{name}.memory.dose": memories[layer].dose for layer, name in mixers.items()}
-    return {**selection.trained, **doses}
+    return {disk_name(name): tensor for name, tensor in {**selection.trained, **doses}.items()}
+
+
+def require_places(source: Checkpoint, names: Iterable[str]) -> None:
+    """Refuse to train what could not be written: a tensor that the model makes of several on disk, say.
+
+    Args:
+        names: disk names of what is trained.
+
+    Raises:
+        JobError: ``source`` holds no tensor of that name.
+    """
+    astray = sorted(name for name in names if name not in source.tensors)
+    if astray:
+        raise JobError(
+            f"{source.directory}: holds no tensor {astray[0]}, so it cannot be trained and written back\n"
+            "  write trainable: swapped (or swapped-memory) in the phase"
+        )
 
 
 @torch.no_grad()
@@ -52,9 +73,7 @@ def write_model(
     """
     from safetensors.torch import load_file, save_file
 
-    astray = sorted(name for name in changed if name not in source.tensors)
-    if astray:
-        raise JobError(f"{source.directory}: holds no tensor {astray[0]}, which was trained; nothing was written")
+    require_places(source, changed)
     growth = sum(tensor.numel() * 4 for tensor in changed.values())
     with staged_directory(final, source.weight_bytes + growth) as staging:
         total = sum(entry.nbytes for entry in source.tensors.values())

@@ -160,7 +160,7 @@ def body_of(model: nn.Module, config: Mapping[str, Any], layers: list[int]) -> B
     return Body(
         model=model,
         trunk=adapter.backbone(model),
-        head=Head(adapter.head(model), adapter.logit_scale),
+        head=Head(adapter.head(model), adapter.logit_scale(config)),
         mixers={layer: names[id(mixers[layer])] for layer in sorted(layers)},
         every_block=dict(enumerate(adapter.blocks(model))),
     )
@@ -180,7 +180,7 @@ def teacher_mixers(body: Body, base: Checkpoint) -> dict[int, nn.Module]:
         teacher = copy.deepcopy(student)
         student.memory = memory
         teacher.memory = create("host", student.geometry)
-        prefix = adapter.tensor_prefix(layer)
+        prefix = adapter.tensor_prefix(base.config, layer)
         with torch.no_grad():
             for own, parameter in teacher.named_parameters():
                 parameter.copy_(base.read(prefix + own))
@@ -191,10 +191,12 @@ def teacher_mixers(body: Body, base: Checkpoint) -> dict[int, nn.Module]:
 @torch.no_grad()
 def shares_weights(body: Body, base: Checkpoint) -> bool:
     """Whether everything outside the swapped mixers is the base's, value for value, so that a teacher can share it."""
+    adapter = adapter_for(base.config)
     prefixes = tuple(f"{name}." for name in body.mixers.values())
     for name, parameter in body.model.named_parameters():
         if name.startswith(prefixes):
             continue
+        name = adapter.disk_name(base.config, name)
         if name not in base.tensors or not torch.equal(base.read(name).to(parameter), parameter):
             return False
     return True

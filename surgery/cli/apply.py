@@ -139,7 +139,7 @@ def print_plan(plan: Plan, drift: str) -> None:
     for title in ("tensor", "", "shape", "dtype", "bytes"):
         table.add_column(title, justify="right" if title == "bytes" else "left", no_wrap=title == "tensor")
     for layer in plan.layers:
-        prefix = plan.adapter.tensor_prefix(layer)
+        prefix = plan.adapter.tensor_prefix(plan.base.config, layer)
         table.add_row(f"[bold]{prefix}[/bold]")
         for tensor in (*plan.kept, *plan.added):
             if tensor.name.startswith(prefix):

@@ -86,7 +86,7 @@ def open_source(name: str) -> Source:
     doses = {}
     if swap["rule"] != "host":
         for layer in sorted(swap["layers"]):
-            doses[layer] = float(checkpoint.read(f"{adapter.tensor_prefix(layer)}memory.dose"))
+            doses[layer] = float(checkpoint.read(f"{adapter.tensor_prefix(checkpoint.config, layer)}memory.dose"))
     manifest = None
     if located.run is not None:
         from surgery.checkpoint.manifest import read_manifest

@@ -32,7 +32,7 @@ def float32_tensors(source: Source) -> set[str]:
             names |= {f"{name}.{leaf}" for leaf in module.float32}
         elif isinstance(module, MemoryRule):
             names |= {f"{name}.{leaf}" for leaf, _ in module._float32_tensors()}
-    return names
+    return {source.adapter.disk_name(source.checkpoint.config, name) for name in names}
 
 
 def plan_shards(sizes: dict[str, int], shard_size: int) -> list[list[str]]:

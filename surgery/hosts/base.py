@@ -30,13 +30,11 @@ class HostAdapter:
         name: the base's model type; an upgraded checkpoint's is ``surgery_`` + name.
         backbone_prefix: disk prefix of everything but the head.
         mixer_name: the mixer's name inside a block.
-        logit_scale: logits are head(hidden) times this.
     """
 
     name: ClassVar[str]
     backbone_prefix: ClassVar[str]
     mixer_name: ClassVar[str]
-    logit_scale: ClassVar[float] = 1.0
 
     @property
     def model_types(self) -> tuple[str, str]:
@@ -93,7 +91,7 @@ class HostAdapter:
 
     # tensors on disk
 
-    def tensor_prefix(self, layer: int) -> str:
+    def tensor_prefix(self, config: Mapping[str, Any], layer: int) -> str:
         """Disk prefix of the mixer of layer ``layer``, with its final dot."""
         return f"{self.backbone_prefix}layers.{layer}.{self.mixer_name}."
 
@@ -108,6 +106,10 @@ class HostAdapter:
             model = model_class(parsed)
         tied = self.ties(config)
         return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+
+    def disk_name(self, config: Mapping[str, Any], name: str) -> str:
+        """What a checkpoint calls the tensor that a loaded model calls ``name``."""
+        return name
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of that disk name is one that this family's checkpoints may carry and nothing reads."""
@@ -127,7 +129,7 @@ class HostAdapter:
         """
         estimate = {}
         for layer in self.mixer_layers(config):
-            prefix = self.tensor_prefix(layer)
+            prefix = self.tensor_prefix(config, layer)
             step = torch.nn.functional.softplus(tensors[prefix + "dt_bias"].float())
             estimate[layer] = -tensors[prefix + "A_log"].float().exp() * self._limit_step(step, config)
         return estimate
@@ -196,6 +198,10 @@ class HostAdapter:
     def head(self, model: nn.Module) -> nn.Linear:
         """The output projection [vocabulary, D]."""
         return model.lm_head
+
+    def logit_scale(self, config: Mapping[str, Any]) -> float:
+        """Logits are head(hidden) times this."""
+        return 1.0
 
 
 def decode_floats(value: Any) -> Any:

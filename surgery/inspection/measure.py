@@ -118,7 +118,8 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
     adapter = adapter_for(read_config(located.path))
     checkpoint = open_checkpoint(located.path)
     layers = adapter.mixer_layers(checkpoint.config)
-    names = [adapter.tensor_prefix(layer) + leaf for layer in layers for leaf in ("A_log", "dt_bias")]
+    prefixes = [adapter.tensor_prefix(checkpoint.config, layer) for layer in layers]
+    names = [prefix + leaf for prefix in prefixes for leaf in ("A_log", "dt_bias")]
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
         raise UsageError(f"{located.path}: tensor {missing[0]} is missing\n  config.json does not fit the weights")

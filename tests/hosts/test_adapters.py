@@ -49,14 +49,15 @@ def test_mixer_tensors_stand_under_their_prefix(adapter, config):
     names = adapter.expected_tensors(config)
     assert adapter.mixer_layers(config) == [0, 1, 2]
     for layer in adapter.mixer_layers(config):
-        assert adapter.tensor_prefix(layer) + "A_log" in names
+        assert adapter.tensor_prefix(config, layer) + "A_log" in names
 
 
 def test_expected_tensors_of_an_upgraded_model(adapter, config):
     swap = {"schema": 1, "rule": "palimpsa", "layers": [1], "options": {}, "base": "tiny"}
     written = adapter.surgery_config(config, swap)
     memory = create("palimpsa", adapter.geometry(config, 1))
-    added = {adapter.tensor_prefix(1) + f"memory.{name}": tuple(t.shape) for name, t in memory.state_dict().items()}
+    prefix = adapter.tensor_prefix(config, 1)
+    added = {f"{prefix}memory.{name}": tuple(t.shape) for name, t in memory.state_dict().items()}
     assert adapter.expected_tensors(written) == adapter.expected_tensors(config) | added
     assert hosts.adapter_for(written) is adapter
 
@@ -70,7 +71,7 @@ def test_geometry_fits_the_mixer(adapter, config, base, text):
         assert inputs.v.shape == (1, 3, geometry.num_heads, geometry.value_dim)
     with torch.no_grad():
         hidden = adapter.backbone(model)(text).last_hidden_state
-        torch.testing.assert_close(adapter.head(model)(hidden) * adapter.logit_scale, model(text).logits)
+        torch.testing.assert_close(adapter.head(model)(hidden) * adapter.logit_scale(config), model(text).logits)
         seen = []
         adapter.blocks(model)[1].register_forward_hook(lambda block, args, out: seen.append((args[0], out)))
         model(text)
@@ -103,15 +104,15 @@ def test_static_decay_is_clamped(bases):
         assert (decay / -a <= 0.25 + 1e-6).all()
 
 
-def test_missing_and_unexpected_tensors_are_fatal(adapter, copied):
-    name = adapter.tensor_prefix(1) + "A_log"
+def test_missing_and_unexpected_tensors_are_fatal(adapter, config, copied):
+    name = adapter.tensor_prefix(config, 1) + "A_log"
     rewrite(copied, lambda tensors: tensors.pop(name))
     with pytest.raises(JobError, match=f"missing tensors: {name}"):
         hosts.load_model(copied)
 
 
-def test_unexpected_tensors_are_fatal(adapter, copied):
-    name = adapter.tensor_prefix(1) + "memory.b_scale"
+def test_unexpected_tensors_are_fatal(adapter, config, copied):
+    name = adapter.tensor_prefix(config, 1) + "memory.b_scale"
     rewrite(copied, lambda tensors: tensors.update({name: torch.zeros(4)}))
     with pytest.raises(JobError, match=f"unexpected tensors: {name}"):
         hosts.load_model(copied)
@@ -132,8 +133,8 @@ def test_a_tensor_that_nothing_reads_is_known(bases, tmp_path):
     assert torch.equal(expected, found)
 
 
-def test_a_wrong_shape_is_fatal(adapter, copied):
-    name = adapter.tensor_prefix(2) + "dt_bias"
+def test_a_wrong_shape_is_fatal(adapter, config, copied):
+    name = adapter.tensor_prefix(config, 2) + "dt_bias"
     rewrite(copied, lambda tensors: tensors.update({name: torch.zeros(7)}))
     with pytest.raises(JobError, match=rf"wrong shapes: {name} \[7\], not \[4\]"):
         hosts.load_model(copied)
