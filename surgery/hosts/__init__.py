@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from surgery.errors import UsageError
-from surgery.hosts.base import HostAdapter, Implementation, decode_floats, encode_floats, read_config
+from surgery.hosts import base
+from surgery.hosts.bamba import BambaAdapter
+from surgery.hosts.base import HostAdapter, Implementation, decode_floats, encode_floats
+from surgery.hosts.fla_mamba2 import FlaMamba2Adapter
 from surgery.hosts.gated_deltanet import GatedDeltaNetAdapter
 from surgery.hosts.mamba2 import Mamba2Adapter
+from surgery.hosts.mamba_ssm import MambaSSMAdapter
 from surgery.hosts.resolve import bundled, resolve
 
 __all__ = [
@@ -24,15 +28,23 @@ __all__ = [
     "HostAdapter",
     "adapter_for",
     "bundled",
+    "complete_config",
     "decode_floats",
     "encode_floats",
     "load_model",
+    "quantised",
     "read_config",
     "resolve",
     "supported",
 ]
 
-ADAPTERS: tuple[HostAdapter, ...] = (Mamba2Adapter(), GatedDeltaNetAdapter())
+ADAPTERS: tuple[HostAdapter, ...] = (
+    Mamba2Adapter(),
+    FlaMamba2Adapter(),
+    MambaSSMAdapter(),
+    GatedDeltaNetAdapter(),
+    BambaAdapter(),
+)
 
 # families with a Mamba-2 or delta-rule mixer that are recognised and refused: model type -> why
 REFUSED: dict[str, str] = {
@@ -40,7 +52,6 @@ REFUSED: dict[str, str] = {
     "qwen3_next": "its interleaved projections are not supported yet",
     "qwen3_5": "its nested text model is not supported yet",
     "olmo_hybrid": "hybrids with attention are not supported yet",
-    "bamba": "hybrids with attention are not supported yet",
     "granitemoehybrid": "hybrids with attention are not supported yet",
     "zamba2": "hybrids with attention are not supported yet",
     "falcon_h1": "hybrids with attention are not supported yet",
@@ -51,7 +62,7 @@ REFUSED: dict[str, str] = {
 
 def supported() -> str:
     """The supported families in one line."""
-    return "mamba2 (transformers' layout), gated_deltanet (flash-linear-attention's layout)"
+    return "mamba2 (of transformers, mamba_ssm and flash-linear-attention), gated_deltanet (flash-linear-attention)"
 
 
 def adapter_for(config: Mapping[str, Any]) -> HostAdapter:
@@ -60,15 +71,53 @@ def adapter_for(config: Mapping[str, Any]) -> HostAdapter:
     Raises:
         UsageError: the family is not supported; the message lists those that are.
     """
-    model_type = config.get("model_type")
+    reason = quantised(config)
+    if reason is not None:
+        raise UsageError(f"config.json: {reason}")
     for adapter in ADAPTERS:
-        if model_type in adapter.model_types:
+        if adapter.claims(config):
             return adapter
+    model_type = config.get("model_type")
     if model_type is None:
-        hint = "; it looks like mamba_ssm's own, convert it to transformers' first" if "ssm_cfg" in config else ""
-        raise UsageError(f"config.json: no model_type{hint}\nsupported: {supported()}")
+        raise UsageError(f"config.json: no model_type\nsupported: {supported()}")
     reason = REFUSED.get(model_type, "unsupported architecture")
+    if config.get("auto_map"):
+        reason += "; the code that it brings along (auto_map) is never run"
     raise UsageError(f"config.json: model_type {model_type!r}: {reason}\nsupported: {supported()}")
+
+
+def quantised(config: Mapping[str, Any]) -> str | None:
+    """Why a checkpoint of quantised weights is refused, None if its configuration speaks of none."""
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not found:
+        return None
+    found = found if isinstance(found, Mapping) else {}
+    method = found.get("quant_method") or "an unnamed method"
+    bits = next((bits for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if found.get(key)), found.get("bits"))
+    return (
+        f"quantization_config: the weights are quantised ({method}{f', {bits} bits' if bits else ''}), and a swap needs "
+        "them as they were trained: use the model's unquantised checkpoint"
+    )
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory, with what only its tensors say (see :meth:`HostAdapter.completed`).
+
+    Raises:
+        UsageError: there is none, or it is no JSON object.
+    """
+    config = base.read_config(path)
+    if config.get("model_type"):
+        return config
+    from surgery.checkpoint.reading import open_checkpoint
+
+    return open_checkpoint(Path(path)).config
+
+
+def complete_config(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """A config.json with what only the tensors say; one of no supported family is returned as it is."""
+    adapter = next((adapter for adapter in ADAPTERS if adapter.claims(config)), None)
+    return config if adapter is None else adapter.completed(config, shapes)
 
 
 def load_model(

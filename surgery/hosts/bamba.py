@@ -1,0 +1,13 @@
+"""transformers' ``bamba``."""
+
+from __future__ import annotations
+
+from surgery.hosts.hybrid import HybridAdapter
+
+
+class BambaAdapter(HybridAdapter):
+    """Bamba: ``model.layers.i.mamba.*`` among attention layers."""
+
+    name = "bamba"
+    class_name = "Bamba"
+    mixer_name = "mamba"

@@ -1,0 +1,95 @@
+"""``bamba``: Mamba-2 layers among attention, each followed by a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.models.bamba.configuration_bamba import BambaConfig
+from transformers.models.bamba.modeling_bamba import BambaForCausalLM
+
+from surgery.graft import Mamba2Graft
+from surgery.graft.cache import chosen
+from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.models.hybrid import Hybrid, share_conversions
+
+
+class SurgeryBambaConfig(BambaConfig):
+    """BambaConfig and what was swapped."""
+
+    model_type = "surgery_bamba"
+
+    surgery: dict | None = None
+
+
+class GraftedBambaForCausalLM(Hybrid, BambaForCausalLM):
+    """A ``bamba`` language model whose Mamba-2 mixers are grafts."""
+
+    config: BambaConfig
+    config_class = BambaConfig
+
+    @classmethod
+    def refusal(cls, config: BambaConfig) -> str | None:
+        if config.hidden_act not in ("silu", "swish"):
+            return f"hidden_act: {config.hidden_act!r} is not supported, only silu"
+        return None
+
+    @classmethod
+    def mixer_paths(cls, config: BambaConfig) -> dict[int, str]:
+        kinds = enumerate(config.layers_block_type)
+        return {layer: f"model.layers.{layer}.mamba" for layer, kind in kinds if kind == "linear_attention"}
+
+    @classmethod
+    def geometry(cls, config: BambaConfig, layer: int) -> MemoryGeometry:
+        return MemoryGeometry(
+            style="additive",
+            hidden_size=config.hidden_size,
+            num_heads=config.mamba_n_heads,
+            num_key_heads=config.mamba_n_groups,
+            key_dim=config.mamba_d_state,
+            value_dim=config.mamba_d_head,
+        )
+
+    @classmethod
+    def mixer(cls, config: BambaConfig, memory: MemoryRule, layer: int) -> Mamba2Graft:
+        return Mamba2Graft(
+            memory,
+            layer_idx=layer,
+            conv_kernel=config.mamba_d_conv,
+            norm_eps=config.rms_norm_eps,
+            time_step_limit=tuple(config.time_step_limit),
+            use_bias=config.mamba_proj_bias,
+            use_conv_bias=config.mamba_conv_bias,
+        )
+
+    def __init__(self, config: BambaConfig) -> None:
+        super().__init__(config)
+        self.trunk.register_forward_pre_hook(_continued_positions, with_kwargs=True)
+
+    def _init_graft(self, graft: Mamba2Graft) -> None:
+        heads = torch.arange(1, graft.geometry.num_heads + 1, device=graft.A_log.device)
+        init.copy_(graft.A_log, heads.float().log())
+        init.ones_(graft.D)
+        init.ones_(graft.dt_bias)
+
+
+def _continued_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Position ids that go on where the cache ends: upstream begins at 0 again unless it is told them."""
+    cache = chosen(*(kwargs.get(name) for name in ("cache", "past_key_values")))
+    if cache is not None and kwargs.get("position_ids") is None:
+        given = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+        place = torch.arange(given.shape[1], device=given.device) + cache.get_seq_length()
+        kwargs = {**kwargs, "position_ids": place[None]}
+    return args, kwargs
+
+
+class SurgeryBambaForCausalLM(GraftedBambaForCausalLM):
+    """A ``bamba`` language model with swapped memories, as ``config.surgery`` says."""
+
+    config: SurgeryBambaConfig
+    config_class = SurgeryBambaConfig
+
+
+share_conversions("bamba", "surgery_bamba", BambaForCausalLM, GraftedBambaForCausalLM, SurgeryBambaForCausalLM)

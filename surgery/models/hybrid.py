@@ -1,0 +1,134 @@
+"""Models of transformers that hold linear mixers among other layers, with every such mixer a graft.
+
+The rest of the model is transformers' own: attention, experts, norms, multipliers, cache. A family is a module with
+three classes around its upstream language model; :mod:`surgery.models.bamba` shows the smallest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from surgery.graft import Graft
+from surgery.graft.cache import chosen
+from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.models.common import PACKING, init_memory, layer_memory
+from surgery.models.configuration import Swap
+
+
+class Hybrid:
+    """Comes before the upstream language model among a class's bases and replaces that model's linear mixers.
+
+    Raises:
+        ValueError: on construction, where the configuration asks for something that is not supported, or where a layer
+            was swapped that holds no mixer.
+    """
+
+    # the upstream class reads this to keep decays and memories from being loaded in a half precision
+    _keep_in_fp32_modules_strict: ClassVar[Any] = None
+
+    @classmethod
+    def refusal(cls, config: Any) -> str | None:
+        """Why a configuration cannot be run here, or None."""
+        return None
+
+    @classmethod
+    def mixer_paths(cls, config: Any) -> dict[int, str]:
+        """Layer -> the name of its linear mixer inside the language model, for every layer that holds one."""
+        raise NotImplementedError
+
+    @classmethod
+    def geometry(cls, config: Any, layer: int) -> MemoryGeometry:
+        """What a memory rule sees of one layer."""
+        raise NotImplementedError
+
+    @classmethod
+    def mixer(cls, config: Any, memory: MemoryRule, layer: int) -> Graft:
+        """The graft of one layer."""
+        raise NotImplementedError
+
+    def __init__(self, config: Any) -> None:
+        reason = self.refusal(config)
+        if reason is not None:
+            raise ValueError(reason)
+        super().__init__(config)
+        swap = Swap.of(config)
+        paths = self.mixer_paths(config)
+        astray = sorted(swap.layers - set(paths))
+        if astray:
+            raise ValueError(f"surgery.layers: layer {astray[0]} holds no mixer that can be swapped")
+        kept = set(Graft.float32) | set(self._keep_in_fp32_modules_strict or ())
+        for layer, path in paths.items():
+            memory = layer_memory(swap, self.geometry(config, layer), layer)
+            self.set_submodule(path, self.mixer(config, memory, layer))
+            kept.update(f"memory.{name}" for name, _ in memory._float32_tensors())
+        self._keep_in_fp32_modules_strict = kept
+        self.trunk.register_forward_pre_hook(packed_positions, with_kwargs=True)
+        self.post_init()
+
+    @property
+    def trunk(self) -> nn.Module:
+        """All but the head."""
+        return getattr(self, self.base_model_prefix)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initial weights of one module; see :meth:`surgery.models.common.GraftedCausalLM._init_weights`."""
+        super()._init_weights(module)
+        if isinstance(module, MemoryRule):
+            init_memory(module)
+        elif isinstance(module, Graft):
+            self._init_graft(module)
+
+    def _init_graft(self, graft: Graft) -> None:
+        raise NotImplementedError
+
+
+def packed_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before the trunk runs: from ``reset`` [B, T] bool (True on the first token of each packed document), position ids
+    that begin anew in each document, by which transformers keeps attention inside it. ``reset`` itself reaches the
+    grafts through the blocks' keyword arguments.
+
+    Raises:
+        ValueError: packing in another way, which the grafts would not see, or packing beside a cache.
+    """
+    given = [name for name in PACKING if kwargs.get(name) is not None]
+    if given:
+        raise ValueError(f"{given[0]} is not read here: mark the first token of each document in reset [B, T]")
+    reset = kwargs.get("reset")
+    if reset is None:
+        kwargs.pop("reset", None)
+        return args, kwargs
+    if chosen(*(kwargs.get(name) for name in ("cache", "cache_params", "past_key_values"))) is not None:
+        raise ValueError("packed documents cannot continue a cache: give reset or a cache, not both")
+    mask = kwargs.pop("attention_mask", None)
+    reset = reset.bool()
+    if mask is not None:
+        # padding becomes a document of its own, since transformers sees documents only where there is no mask
+        reset = reset.clone()
+        reset[:, 1:] |= mask[:, 1:].bool() != mask[:, :-1].bool()
+    kwargs |= {"reset": reset, "position_ids": restarting_positions(reset), "use_cache": False}
+    return args, kwargs
+
+
+def restarting_positions(reset: Tensor) -> Tensor:
+    """[B, T] bool -> [B, T] int64: the number of tokens since the document began."""
+    place = torch.arange(reset.shape[1], device=reset.device).expand(reset.shape)
+    return place - torch.where(reset, place, 0).cummax(1).values
+
+
+def share_conversions(host: str, upgraded: str, upstream: type, *models: type) -> None:
+    """Let transformers rename the tensors of these models on loading and saving as it does the upstream model's.
+
+    Args:
+        host, upgraded: the model types of base and upgraded checkpoints.
+        upstream: the upstream language model; models: those made of it.
+    """
+    by_class = get_checkpoint_conversion_mapping(upstream.__name__)
+    for name in (upgraded, host) if by_class is None else [model.__name__ for model in models]:
+        mapping = get_checkpoint_conversion_mapping(host) if by_class is None else by_class
+        if mapping is not None:
+            register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
