@@ -25,14 +25,16 @@ def expand_heads(x: Tensor, heads: int) -> Tensor:
     return x if groups == heads else x.repeat_interleave(heads // groups, dim=2)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
-    """Assert the shapes every rule shares."""
-    batch, tokens, groups, _ = k.shape
+def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, channels: bool = False) -> None:
+    """Assert the shapes every rule shares; ``channels`` allows a decay for each key channel, [B, T, H, K]."""
+    batch, tokens, groups, key_dim = k.shape
     heads = v.shape[2]
     assert q.shape == k.shape, f"q {tuple(q.shape)} and k {tuple(k.shape)} differ"
     assert v.shape[:2] == (batch, tokens), f"v {tuple(v.shape)} does not have the tokens of k {tuple(k.shape)}"
     assert heads % groups == 0, f"{heads} value heads are no multiple of {groups} key heads"
-    assert log_decay.shape == (batch, tokens, heads), f"log_decay {tuple(log_decay.shape)} is not [B, T, H]"
+    shapes = ((batch, tokens, heads), (batch, tokens, heads, key_dim))[: 1 + channels]
+    wanted = "[B, T, H] or [B, T, H, K]" if channels else "[B, T, H]"
+    assert log_decay.shape in shapes, f"log_decay {tuple(log_decay.shape)} is not {wanted}"
     assert tokens >= 1, "at least one token is needed"
 
 

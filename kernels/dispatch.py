@@ -128,7 +128,15 @@ def bayesian(
     unit_gain,
     backend=None,
 ):
-    """The Bayesian rule in the form picked; see :func:`surgery.kernels.bayesian.reference.bayesian`."""
+    """The Bayesian rule in the form picked; see :func:`surgery.kernels.bayesian.reference.bayesian`.
+
+    Where decay, cov_decay_sqrt or process_noise is [B, T, H, K], one for each key channel, the form is one of torch's.
+    """
     gates = (decay, cov_decay_sqrt, process_noise, precision, observation_noise, erase, shrink, write)
     options = {"state": state, "initial_covariance": initial_covariance, "unit_gain": unit_gain}
-    return _form("bayesian", k, v, backend)(q, k, v, *gates, **options)
+    form = _form("bayesian", k, v, backend)
+    if form is _FORMS.get(("bayesian", "triton")) and 4 in (decay.dim(), cov_decay_sqrt.dim(), process_noise.dim()):
+        if backend:
+            raise ValueError("the bayesian rule has no form 'triton' with a decay for each key channel")
+        form = _FORMS["bayesian", "reference" if v.shape[1] == 1 else "chunked"]
+    return form(q, k, v, *gates, **options)

@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from ..chunks import check, compute_dtype, expand_heads, without_autocast
-from .reference import initial_state
+from . import channelwise
+from .factor import by_chunk, cholesky, eliminate
+from .reference import initial_state, over_channels
 
 # the fastest on a CPU for keys of 32 and 64, level with 64 for keys of 128; the error hardly depends on it
 CHUNK = 32
@@ -56,6 +58,8 @@ def bayesian(
     """The rule of :func:`surgery.kernels.bayesian.reference.bayesian`, same arguments and results.
 
     Args:
+        decay, cov_decay_sqrt, process_noise: any of them may be [B, T, H, K]; the chunk then takes the form of
+            :mod:`surgery.kernels.bayesian.channelwise`, some log2(chunk_size) times the work.
         unit_gain: promises shrink = precision for every token, and picks the Cholesky form; otherwise the chunk is
             eliminated token by token.
         chunk_size: tokens a chunk, a power of two.
@@ -63,7 +67,7 @@ def bayesian(
     Raises:
         RuntimeError: on a CUDA device whose float32 products are TF32.
     """
-    check(q, k, v, decay)
+    check(q, k, v, decay, channels=True)
     if not torch.compiler.is_compiling():
         _require_ieee_products(q.device.type)
     assert chunk_size & (chunk_size - 1) == 0, f"chunk_size {chunk_size} is no power of two"
@@ -71,15 +75,23 @@ def bayesian(
     tokens, heads, key_dim = v.shape[1], v.shape[2], k.shape[-1]
     mean, covariance = initial_state(v, key_dim, state, initial_covariance, dtype)
     size = min(chunk_size, 1 << (tokens - 1).bit_length())
+    by_channel = max(x.dim() for x in (decay, cov_decay_sqrt, process_noise)) == 4
+    if by_channel:
+        decay, cov_decay_sqrt, process_noise = (
+            over_channels(x, key_dim) for x in (decay, cov_decay_sqrt, process_noise)
+        )
     q, k = (expand_heads(x.to(dtype), heads) for x in (q, k))
-    q, k, values = (_chunks(x, size) for x in (q, k, write.to(dtype)[..., None] * v.to(dtype)))
+    q, k, values = (by_chunk(x, size) for x in (q, k, write.to(dtype)[..., None] * v.to(dtype)))
     # a token of padding is the identity on the state
-    a, c_sqrt, y = (_chunks(x.to(dtype), size, 1.0) for x in (decay, cov_decay_sqrt, observation_noise))
-    n, p, r = (_chunks(x.to(dtype), size) for x in (process_noise, erase, shrink))
+    a, c_sqrt, y = (by_chunk(x.to(dtype), size, 1.0) for x in (decay, cov_decay_sqrt, observation_noise))
+    n, p, r = (by_chunk(x.to(dtype), size) for x in (process_noise, erase, shrink))
     x = precision.to(dtype)[:, None, None]
 
-    u, gain, covariance = _covariance(k, c_sqrt, n, x, y, None if unit_gain else r, covariance)
-    o, mean = _mean(q, k, values, a, p, u, gain, mean)
+    covariance_pass, mean_pass = (
+        (channelwise.covariance_pass, channelwise.mean_pass) if by_channel else (_covariance, _mean)
+    )
+    u, gain, covariance = covariance_pass(k, c_sqrt, n, x, y, None if unit_gain else r, covariance)
+    o, mean = mean_pass(q, k, values, a, p, u, gain, mean)
     o = o.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
     return o.to(v.dtype), torch.cat((mean, covariance), dim=-1)
 
@@ -91,14 +103,6 @@ def _require_ieee_products(device: str) -> None:
             "the Bayesian rule's chunked form needs IEEE float32 products on a CUDA device, and TF32 is on: "
             "call torch.set_float32_matmul_precision('highest')"
         )
-
-
-def _chunks(x: Tensor, size: int, fill: float = 0.0) -> Tensor:
-    """[B, T, H, ...] -> [B, H, N, C, ...], the last chunk filled up."""
-    missing = -x.shape[1] % size
-    if missing:
-        x = torch.cat((x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)), dim=1)
-    return x.transpose(1, 2).unflatten(2, (-1, size))
 
 
 def _ratios(step: Tensor) -> Tensor:
@@ -140,10 +144,10 @@ def _covariance(
         predicted = decayed[:, :, i] @ covariance
         gram = predicted @ decayed[:, :, i].mT + own[:, :, i]
         if shrink is None:
-            factor, gain = _factor(gram, x, y[:, :, i])
+            factor, gain = cholesky(gram, x, y[:, :, i])
             shrunk = x[..., 0] * gain
         else:
-            factor, gain = _eliminate(gram, x, y[:, :, i], shrink[:, :, i])
+            factor, gain = eliminate(gram, x, y[:, :, i], shrink[:, :, i])
             shrunk = shrink[:, :, i] * gain
         u = torch.linalg.solve_triangular(
             ratio[:, :, i] * factor, since_start[:, :, i, :, None] * predicted + fresh[:, :, i],
@@ -158,29 +162,6 @@ def _covariance(
         directions.append(u)
         gains.append(gain)
     return torch.stack(directions, 2), torch.stack(gains, 2), covariance
-
-
-def _factor(gram: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The unit lower factor L of x gram + diag(y) = L diag(1/h) L^T, and h."""
-    root = torch.linalg.cholesky_ex(x * gram + torch.diag_embed(y)).L
-    pivot = root.diagonal(dim1=-2, dim2=-1)
-    return root / pivot[..., None, :], pivot.square().reciprocal()
-
-
-def _eliminate(gram: Tensor, x: Tensor, y: Tensor, shrink: Tensor) -> tuple[Tensor, Tensor]:
-    """The same factor where the shrinking r differs from x: its column s is r_s h_s times that of the matrix left over
-    after the columns before it, h_s = 1 / (y_s + x left[s, s])."""
-    columns, gains = [], []
-    rest = gram
-    for s in range(gram.shape[-1]):
-        column = rest[..., 0].contiguous()
-        gain = 1 / (y[..., s] + x[..., 0, 0] * column[..., 0])
-        scaled = (shrink[..., s] * gain)[..., None] * column[..., 1:]
-        columns.append(torch.nn.functional.pad(scaled, (s + 1, 0)))
-        gains.append(gain)
-        rest = rest[..., 1:, 1:] - scaled[..., :, None] * column[..., None, 1:]
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.stack(columns, -1) + identity, torch.stack(gains, -1)
 
 
 def _mean(

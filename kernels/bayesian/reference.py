@@ -23,6 +23,11 @@ def initial_state(v: Tensor, key_dim: int, state: Tensor | None, initial_covaria
     return mean, (initial_covariance.to(dtype)[:, None, None] * identity).expand(batch, -1, -1, -1)
 
 
+def over_channels(x: Tensor, key_dim: int) -> Tensor:
+    """A scalar a head, [B, T, H], or one a key channel, [B, T, H, K], as [B, T, H, K]."""
+    return x if x.dim() == 4 else x[..., None].expand(*x.shape, key_dim)
+
+
 def bayesian(
     q: Tensor,
     k: Tensor,
@@ -46,6 +51,10 @@ def bayesian(
         M_t = a_t M_{t-1} + h_t u_t (z_t v_t - p_t a_t M_{t-1}^T k_t)^T
         P_t = Pbar_t - r_t h_t u_t u_t^T                            o_t = M_t^T q_t
 
+    With decays for each key channel (KDA hosts), a and sqrt c stand for diagonal matrices on the key side, and n for
+    another: Pbar_t = diag(sqrt c) P_{t-1} diag(sqrt c) + diag(n), M_t = diag(a) M_{t-1} + ...; noise that restores the
+    prior nu I at retention rho is n = nu (1 - rho a^2), channel by channel.
+
     Source: the Bayesian Layer of "Memory by Design: Probabilistic Sequence Layers", Proposition 1, with the scalars
     that make one recurrence serve every host: the paper's layer is x = p = r = z = 1, y = r_t^2, n = l_t^2, c = a^2.
 
@@ -54,8 +63,9 @@ def bayesian(
 
     Args:
         q, k: [B, T, G, K]. v: [B, T, H, V].
-        decay: [B, T, H], a in [0, 1]. cov_decay_sqrt: [B, T, H], sqrt c in [0, 1].
-        process_noise: [B, T, H], n >= 0. precision: [H], x >= 0. observation_noise: [B, T, H], y > 0 where x k.u = 0.
+        decay: [B, T, H] or [B, T, H, K], a in [0, 1]. cov_decay_sqrt: [B, T, H] or [B, T, H, K], sqrt c in [0, 1].
+        process_noise: [B, T, H] or [B, T, H, K], n >= 0. Each of the three has its own choice of shape.
+        precision: [H], x >= 0. observation_noise: [B, T, H], y > 0 where x k.u = 0.
         erase: [B, T, H], p. shrink: [B, T, H], r; 0 <= r <= x keeps P positive semidefinite.
         write: [B, T, H], z.
         state: [B, H, K, V + K], M beside P, or None for M = 0 and P = p0 I.
@@ -65,12 +75,13 @@ def bayesian(
     Returns:
         o [B, T, H, V] in v's dtype, and the state after the last token in float32 (float64 for float64 inputs).
     """
-    check(q, k, v, decay)
+    check(q, k, v, decay, channels=True)
     dtype = compute_dtype(q, k, v)
     heads, key_dim = v.shape[2], k.shape[-1]
     mean, covariance = initial_state(v, key_dim, state, initial_covariance, dtype)
     scalars = (decay, cov_decay_sqrt, process_noise, observation_noise, erase, shrink, write)
-    a, c_sqrt, n, y, p, r, z = (scalar.to(dtype)[..., None] for scalar in scalars)  # [B, T, H, 1]
+    # [B, T, H, 1], or [B, T, H, K]
+    a, c_sqrt, n, y, p, r, z = (x.to(dtype) if x.dim() == 4 else x.to(dtype)[..., None] for x in scalars)
     x = precision.to(dtype)[:, None]
     values = z * v.to(dtype)
     q, k = (expand_heads(tensor.to(dtype), heads) for tensor in (q, k))
@@ -78,13 +89,14 @@ def bayesian(
     for t in range(v.shape[1]):
         key = k[:, t, ..., None]  # [B, H, K, 1]
         # products and sums, no matmul: autocast would lower its operands
-        u = c_sqrt[:, t].square() * (covariance * key).sum(-2) + n[:, t] * k[:, t]
+        decayed = c_sqrt[:, t, ..., None] * covariance * c_sqrt[:, t, ..., None, :]
+        u = (decayed * key).sum(-2) + n[:, t] * k[:, t]
         h = 1 / (y[:, t] + x * (k[:, t] * u).sum(-1, keepdim=True))
         mean = a[:, t, ..., None] * mean
         error = values[:, t] - p[:, t] * (mean * key).sum(-2)
         mean = mean + u[..., None] * (h * error)[..., None, :]
         # u u^T is symmetric to the last bit, and so is P
-        covariance = c_sqrt[:, t, ..., None].square() * covariance + torch.diag_embed(n[:, t].expand_as(u))
+        covariance = decayed + torch.diag_embed(n[:, t].expand_as(u))
         covariance = covariance - (r[:, t] * h)[..., None] * (u[..., None] * u[..., None, :])
         outputs.append((mean * q[:, t, ..., None]).sum(-2))
     return torch.stack(outputs, dim=1).to(v.dtype), torch.cat((mean, covariance), dim=-1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import check, chunk_decays, chunk_length, compute_dtype, split
+from ..channels import overlaps, spans
+from ..chunks import check, chunk_decays, chunk_length, compute_dtype, expand_heads, split
 from ..products import product
 from ..triangular import unit_lower_inverse
 
@@ -29,10 +30,15 @@ def delta(
 
     so that M_end = A_end M_0 + K^T diag(A_end / A) E. Only M_0 depends on earlier chunks.
 
+    Decays for each key channel, log_decay [B, T, H, K], take the same form with A_t / A_s a vector that stands inside
+    the products over channels.
+
     Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), the chunkwise form (the WY representation).
     """
-    check(q, k, v, log_decay)
-    assert beta.shape == log_decay.shape, f"beta {tuple(beta.shape)} and log_decay {tuple(log_decay.shape)} differ"
+    check(q, k, v, log_decay, channels=True)
+    assert beta.shape == v.shape[:3], f"beta {tuple(beta.shape)} is not [B, T, H]"
+    if log_decay.dim() == 4:
+        return _by_channel(q, k, v, log_decay, beta, state, reset)
     dtype, out_dtype = compute_dtype(q, k, v), v.dtype
     batch, tokens, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
@@ -69,4 +75,40 @@ def delta(
     overlaps = product("bngsk,bngtk->bngst", k, q)
     scores = (within * overlaps[:, :, :, None]).flatten(2, 3)
     o = product("bnhst,bnhsv->bnhtv", scores, corrections) + decays.from_start[..., None] * before
+    return o.transpose(2, 3).flatten(1, 2)[:, :tokens].to(out_dtype), memory
+
+
+def _by_channel(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor | None, reset: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dtype, out_dtype = compute_dtype(q, k, v), v.dtype
+    batch, tokens, heads, value_dim = v.shape
+    chunk = chunk_length(tokens)
+    log_decay = log_decay.to(dtype)
+    if reset is not None:
+        log_decay = log_decay.masked_fill(reset[..., None, None], -torch.inf)
+    # [B, N, H, C, ...]; the zeros that fill the last chunk are no decay, no key and no step
+    q, k = (split(expand_heads(x.to(dtype), heads), chunk).transpose(2, 3) for x in (q, k))
+    v, step = (split(x.to(dtype), chunk).transpose(2, 3) for x in (v, beta))
+    decays = spans(split(log_decay, chunk).transpose(2, 3).exp())
+
+    coupling = overlaps(k, k, decays).tril(-1)
+    solve = unit_lower_inverse(step[..., None] * coupling) * step[..., None, :]  # T
+    values = product("bnhts,bnhsv->bnhtv", solve, v)
+    keys = product("bnhts,bnhsk->bnhtk", solve, decays.from_start * k)  # E = values - keys M_0
+
+    at_end = decays.to_end * k
+    written = product("bnhck,bnhcv->bnhkv", at_end, values)
+    erased = product("bnhcl,bnhck->bnhlk", at_end, keys)
+    memory = v.new_zeros(batch, heads, k.shape[-1], value_dim) if state is None else state.to(dtype)
+    starts = []
+    for n in range(written.shape[1]):
+        starts.append(memory)
+        correction = written[:, n] - product("bhlk,bhkv->bhlv", erased[:, n], memory)
+        memory = decays.whole[:, n, ..., None] * memory + correction
+
+    start = torch.stack(starts, 1)  # [B, N, H, K, V]
+    corrections = values - product("bnhtk,bnhkv->bnhtv", keys, start)
+    o = product("bnhts,bnhsv->bnhtv", overlaps(q, k, decays), corrections)
+    o = o + product("bnhck,bnhkv->bnhcv", decays.from_start * q, start)
     return o.transpose(2, 3).flatten(1, 2)[:, :tokens].to(out_dtype), memory
