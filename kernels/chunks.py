@@ -6,6 +6,8 @@ Shapes: B batch, T tokens, H value heads, G key heads (H % G == 0), K key width,
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +19,20 @@ from torch.nn import functional
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor is float64, otherwise float32: the precision of states and gates."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def operand_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """What matrix products take: the inputs' half precision on CUDA, where their sums are float32 all the same, and
+    otherwise :func:`compute_dtype`, since a CPU gains nothing by it."""
+    half = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    return q.dtype if half and q.is_cuda else compute_dtype(q, k, v)
+
+
+def fused_scan(x: Tensor) -> bool:
+    """Whether the scan over chunks of ``x`` runs in Triton."""
+    if not x.is_cuda or x.dtype == torch.float64 or os.environ.get("SURGERY_KERNELS") == "chunked":
+        return False
+    return importlib.util.find_spec("triton") is not None
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:
