@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..channels import overlaps, spans
-from ..chunks import check, chunk_decays, chunk_length, compute_dtype, expand_heads, split
+from ..chunks import check, chunk_decays, chunk_length, compute_dtype, expand_heads, operand_dtype, split
 from ..products import product
 from ..triangular import unit_lower_inverse
+from .states import delta_states
 
 
 def delta(
@@ -33,47 +34,53 @@ def delta(
     Decays for each key channel, log_decay [B, T, H, K], take the same form with A_t / A_s a vector that stands inside
     the products over channels.
 
+    On CUDA, where q, k and v are all bfloat16 or all float16, the operands of the larger products are too (one decay a
+    head); sums, decays, the triangular system and the state after the last token are float32.
+
     Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2025), the chunkwise form (the WY representation).
     """
     check(q, k, v, log_decay, channels=True)
     assert beta.shape == v.shape[:3], f"beta {tuple(beta.shape)} is not [B, T, H]"
     if log_decay.dim() == 4:
         return _by_channel(q, k, v, log_decay, beta, state, reset)
+    return delta_in(operand_dtype(q, k, v), q, k, v, log_decay, beta, state=state, reset=reset)
+
+
+def delta_in(
+    operands: torch.dtype,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    state: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`delta` for one decay a head, with the operands of its large products in the dtype ``operands``."""
     dtype, out_dtype = compute_dtype(q, k, v), v.dtype
     batch, tokens, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
     chunk = chunk_length(tokens)
     decays = chunk_decays(log_decay, reset, chunk, dtype)
     # keys keep their G heads: the products below take all value heads of a group (r) at once
-    q, k = (split(x.to(dtype), chunk).transpose(2, 3) for x in (q, k))  # [B, N, G, C, K]
-    v = split(v.to(dtype), chunk).transpose(2, 3)  # [B, N, H, C, V]
+    q, k, v = (split(x.to(operands), chunk) for x in (q, k, v))  # [B, N, C, G, K], [B, N, C, H, V]
+    queries, keys = q.transpose(2, 3), k.transpose(2, 3)  # [B, N, G, C, K]
     step = split(beta.to(dtype), chunk).transpose(2, 3)  # [B, N, H, C]
 
     per_group = (groups, heads // groups)
     within = decays.within.unflatten(2, per_group)
-    overlaps = product("bngsk,bngtk->bngst", k, k)
+    # the system is solved for in float32, whatever the other products' operands are
+    overlaps = product("bngsk,bngtk->bngst", keys.to(dtype), keys.to(dtype))
     coupling = (within * overlaps[:, :, :, None]).flatten(2, 3).mT.tril(-1)
     solve = unit_lower_inverse(step[..., None] * coupling) * step[..., None, :]  # T
-    values = product("bnhts,bnhsv->bnhtv", solve, v)
-    from_start = (solve * decays.from_start[..., None, :]).unflatten(2, per_group)
-    keys = product("bngrts,bngsk->bngrtk", from_start, k).flatten(2, 3)  # E = values - keys M_0
-
-    to_end = decays.to_end[..., None]
-    written = product("bngck,bngrcv->bngrkv", k, (to_end * values).unflatten(2, per_group)).flatten(2, 3)
-    erased = product("bngcl,bngrck->bngrlk", k, (to_end * keys).unflatten(2, per_group)).flatten(2, 3)
-    memory = v.new_zeros(batch, heads, key_dim, value_dim) if state is None else state.to(dtype)
-    starts = []
-    for n in range(written.shape[1]):
-        starts.append(memory)
-        correction = written[:, n] - product("bhlk,bhkv->bhlv", erased[:, n], memory)
-        # the decayed memory is added elementwise: it never passes through a product of lower precision (TF32)
-        memory = decays.whole[:, n, :, None, None] * memory + correction
-
-    start = torch.stack(starts, 1)  # [B, N, H, K, V]
-    corrections = values - product("bnhtk,bnhkv->bnhtv", keys, start)
-    before = product("bngck,bngrkv->bngrcv", q, start.unflatten(2, per_group)).flatten(2, 3)
-    overlaps = product("bngsk,bngtk->bngst", k, q)
-    scores = (within * overlaps[:, :, :, None]).flatten(2, 3)
+    memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=v.device) if state is None else state
+    met, corrections, memory = delta_states(
+        solve.to(operands), v, k, decays.from_start, decays.to_end, decays.whole, memory.to(dtype)
+    )
+    before = product("bngck,bngrkv->bngrcv", queries, met.unflatten(2, per_group)).flatten(2, 3)
+    overlaps = product("bngsk,bngtk->bngst", keys, queries)
+    scores = (within * overlaps[:, :, :, None]).flatten(2, 3).to(operands)
     o = product("bnhst,bnhsv->bnhtv", scores, corrections) + decays.from_start[..., None] * before
     return o.transpose(2, 3).flatten(1, 2)[:, :tokens].to(out_dtype), memory
 

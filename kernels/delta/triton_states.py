@@ -1,0 +1,131 @@
+"""The delta rule's scan over chunks in Triton, and its adjoint: one program takes columns of the state along."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["N", "H", "G"])
+def _scan_kernel(
+    solve, v, k, from_start, to_end, whole, start, states, corrections, final, N, H, G,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):
+    columns = tl.program_id(0) * BV + tl.arange(0, BV)
+    bh = tl.program_id(1).to(tl.int64)
+    batch = bh // H
+    h = bh % H
+    tokens = tl.arange(0, C)
+    keys = tl.arange(0, BK)
+    tile = keys[:, None] * V + columns[None, :]
+    inside = (keys < K)[:, None] & (columns < V)[None, :]
+    low = k.dtype.element_ty
+    state = tl.load(start + bh * (K * V) + tile, mask=inside, other=0.0)
+    for step in range(N):
+        n = batch * N + step
+        head = n * H + h
+        tl.store(states + head * (K * V) + tile, state.to(low), mask=inside)
+        at = n * C + tokens
+        kk = tl.load(k + (at * G + h // (H // G))[:, None] * K + keys[None, :], mask=(keys < K)[None, :], other=0.0)
+        vv = tl.load(v + (at * H + h)[:, None] * V + columns[None, :], mask=(columns < V)[None, :], other=0.0)
+        t = tl.load(solve + head * (C * C) + tokens[:, None] * C + tokens[None, :])
+        since = tl.load(from_start + head * C + tokens)[:, None]
+        left = tl.load(to_end + head * C + tokens)[:, None]
+        error = vv.to(tl.float32) - since * tl.dot(kk, state.to(low), input_precision=PRECISION)
+        correction = tl.dot(t, error.to(low), input_precision=PRECISION)
+        out = corrections + (head * C + tokens)[:, None] * V + columns[None, :]
+        tl.store(out, correction.to(low), mask=(columns < V)[None, :])
+        state *= tl.load(whole + head)
+        state = tl.dot(tl.trans(kk), (left * correction).to(low), state, input_precision=PRECISION)
+    tl.store(final + bh * (K * V) + tile, state, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "H", "G"])
+def _adjoint_kernel(
+    solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal, states, totals, derrors, dstart, N, H, G,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+):
+    columns = tl.program_id(0) * BV + tl.arange(0, BV)
+    bh = tl.program_id(1).to(tl.int64)
+    batch = bh // H
+    h = bh % H
+    tokens = tl.arange(0, C)
+    keys = tl.arange(0, BK)
+    tile = keys[:, None] * V + columns[None, :]
+    inside = (keys < K)[:, None] & (columns < V)[None, :]
+    low = k.dtype.element_ty
+    state = tl.load(dfinal + bh * (K * V) + tile, mask=inside, other=0.0)
+    for step in range(N):
+        n = batch * N + (N - 1 - step)
+        head = n * H + h
+        tl.store(states + head * (K * V) + tile, state.to(low), mask=inside)
+        at = n * C + tokens
+        kk = tl.load(k + (at * G + h // (H // G))[:, None] * K + keys[None, :], mask=(keys < K)[None, :], other=0.0)
+        rows = (head * C + tokens)[:, None] * V + columns[None, :]
+        total = tl.load(dcorrections + rows, mask=(columns < V)[None, :], other=0.0).to(tl.float32)
+        t = tl.load(solve + head * (C * C) + tokens[:, None] * C + tokens[None, :])
+        since = tl.load(from_start + head * C + tokens)[:, None]
+        left = tl.load(to_end + head * C + tokens)[:, None]
+        total += left * tl.dot(kk, state.to(low), input_precision=PRECISION)
+        tl.store(totals + rows, total.to(low), mask=(columns < V)[None, :])
+        error = tl.dot(tl.trans(t), total.to(low), input_precision=PRECISION)
+        tl.store(derrors + rows, error.to(low), mask=(columns < V)[None, :])
+        state *= tl.load(whole + head)
+        state += tl.load(dmet + head * (K * V) + tile, mask=inside, other=0.0).to(tl.float32)
+        state = tl.dot(tl.trans(kk), (-since * error).to(low), state, input_precision=PRECISION)
+    tl.store(dstart + bh * (K * V) + tile, state, mask=inside)
+
+
+def _options(k: Tensor, heads: int, value_dim: int) -> tuple[tuple[int, int], dict]:
+    """The grid and the kernels' constants: columns of the state narrow enough to give a large GPU enough programs."""
+    batch, _, length, _, key_dim = k.shape
+    half = k.dtype != torch.float32
+    width = max(16, triton.next_power_of_2(key_dim))
+    columns = min(32 if half else 16, max(16, triton.next_power_of_2(value_dim)))
+    return (triton.cdiv(value_dim, columns), batch * heads), {
+        "K": key_dim, "V": value_dim, "C": length, "BK": width, "BV": columns,
+        "PRECISION": None if half else "tf32x3", "num_warps": 4, "num_stages": 2 if half else 1,
+    }
+
+
+def scan(
+    solve: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`surgery.kernels.delta.states.delta_states`; C a power of two from 16, K at most 256."""
+    solve, v, k, from_start, to_end, whole, start = _contiguous(solve, v, k, from_start, to_end, whole, start)
+    batch, chunks, length, groups, key_dim = k.shape
+    heads, value_dim = v.shape[3:]
+    states = torch.empty(batch, chunks, heads, key_dim, value_dim, dtype=k.dtype, device=k.device)
+    corrections = torch.empty(batch, chunks, heads, length, value_dim, dtype=k.dtype, device=k.device)
+    final = torch.empty_like(start)
+    grid, options = _options(k, heads, value_dim)
+    _scan_kernel[grid](
+        solve, v, k, from_start, to_end, whole, start, states, corrections, final, chunks, heads, groups, **options
+    )
+    return states, corrections, final
+
+
+def adjoint(
+    solve: Tensor, dcorrections: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, dmet: Tensor,
+    dfinal: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The adjoints of the states at the chunks' ends, of the corrections, of the errors and of the start."""
+    solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal = _contiguous(
+        solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal
+    )
+    _, chunks, heads, _, value_dim = dcorrections.shape
+    states = torch.empty(dmet.shape, dtype=k.dtype, device=k.device)
+    totals, derrors = (torch.empty(dcorrections.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    dstart = torch.empty_like(dfinal)
+    grid, options = _options(k, heads, value_dim)
+    _adjoint_kernel[grid](
+        solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal, states, totals, derrors, dstart, chunks,
+        heads, k.shape[3], **options,
+    )
+    return states, totals, derrors, dstart
+
+
+def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.contiguous() for tensor in tensors)
