@@ -2,7 +2,7 @@
 
 ``import surgery`` must not import transformers, so the registration waits, where transformers is not loaded yet, for
 the one module of it that holds the table of configurations. Model classes follow with a configuration's first
-instance: see :mod:`surgery.models.configuration`.
+instance: see :mod:`surgery.models.registry`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def register() -> None:
 
 
 def _fill(table: ModuleType) -> None:
-    from surgery.models.configuration import CONFIGURATIONS
+    from surgery.models.registry import configurations
 
-    for configuration in CONFIGURATIONS:
+    for configuration in configurations():
         table.AutoConfig.register(configuration.model_type, configuration, exist_ok=True)
 
 

@@ -100,6 +100,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             f"{directory / INDEX}: {_some(astray)} not in the shard that the index names\n"
             "  the index belongs to other files: download the checkpoint again"
         )
+    from surgery.hosts import complete_config  # families are above this module; only what their configurations lack
+
+    config = complete_config(config, {name: entry.shape for name, entry in tensors.items()})
     return Checkpoint(directory, config, tuple(names), tensors, metadata)
 
 

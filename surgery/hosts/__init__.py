@@ -16,11 +16,16 @@ from surgery.errors import UsageError
 from surgery.hosts import base
 from surgery.hosts.bamba import BambaAdapter
 from surgery.hosts.base import HostAdapter, Implementation, decode_floats, encode_floats
+from surgery.hosts.falcon_h1 import FalconH1Adapter
 from surgery.hosts.fla_mamba2 import FlaMamba2Adapter
 from surgery.hosts.gated_deltanet import GatedDeltaNetAdapter
+from surgery.hosts.granitemoehybrid import GraniteMoeHybridAdapter
+from surgery.hosts.hybrid import HybridAdapter
 from surgery.hosts.mamba2 import Mamba2Adapter
 from surgery.hosts.mamba_ssm import MambaSSMAdapter
+from surgery.hosts.nemotron_h import NemotronHAdapter
 from surgery.hosts.resolve import bundled, resolve
+from surgery.hosts.zamba2 import Zamba2Adapter
 
 __all__ = [
     "ADAPTERS",
@@ -44,6 +49,10 @@ ADAPTERS: tuple[HostAdapter, ...] = (
     MambaSSMAdapter(),
     GatedDeltaNetAdapter(),
     BambaAdapter(),
+    GraniteMoeHybridAdapter(),
+    Zamba2Adapter(),
+    FalconH1Adapter(),
+    NemotronHAdapter(),
 )
 
 # families with a Mamba-2 or delta-rule mixer that are recognised and refused: model type -> why
@@ -52,17 +61,15 @@ REFUSED: dict[str, str] = {
     "qwen3_next": "its interleaved projections are not supported yet",
     "qwen3_5": "its nested text model is not supported yet",
     "olmo_hybrid": "hybrids with attention are not supported yet",
-    "granitemoehybrid": "hybrids with attention are not supported yet",
-    "zamba2": "hybrids with attention are not supported yet",
-    "falcon_h1": "hybrids with attention are not supported yet",
-    "nemotron_h": "hybrids with attention are not supported yet",
     "kimi_linear": "its channel-wise decay is not supported yet",
 }
 
 
 def supported() -> str:
     """The supported families in one line."""
-    return "mamba2 (of transformers, mamba_ssm and flash-linear-attention), gated_deltanet (flash-linear-attention)"
+    hybrids = ", ".join(adapter.name for adapter in ADAPTERS if isinstance(adapter, HybridAdapter))
+    mamba2 = "mamba2 (of transformers, mamba_ssm and flash-linear-attention)"
+    return f"{mamba2}, gated_deltanet (flash-linear-attention), {hybrids} (transformers)"
 
 
 def adapter_for(config: Mapping[str, Any]) -> HostAdapter:

@@ -18,28 +18,48 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import JobError, UsageError
-from surgery.memory.base import MemoryGeometry
+from surgery.memory.base import HostStyle, MemoryGeometry
 
 Implementation = Literal["graft", "upstream"]
+
+# keys of a base's config.json that an upgraded one gives other values, and keeps under surgery.replaced
+REPLACED = ("model_type", "architectures", "auto_map")
 
 
 class HostAdapter:
     """One model family, base and upgraded checkpoints alike.
 
     Attributes:
-        name: the base's model type; an upgraded checkpoint's is ``surgery_`` + name.
+        name: the family; an upgraded checkpoint's model type is ``surgery_`` + name.
+        base_type: the base's model type, where it is not the name; None where its config.json has none.
         backbone_prefix: disk prefix of everything but the head.
         mixer_name: the mixer's name inside a block.
+        title: the family as people call it; checkpoints: examples, hub ids; note: what of it is refused, or nothing.
+        style, channel_decay: of its mixers' geometries.
     """
 
     name: ClassVar[str]
+    base_type: ClassVar[str | None] = ""
     backbone_prefix: ClassVar[str]
     mixer_name: ClassVar[str]
+    title: ClassVar[str]
+    checkpoints: ClassVar[tuple[str, ...]] = ()
+    note: ClassVar[str] = ""
+    style: ClassVar[HostStyle]
+    channel_decay: ClassVar[bool] = False
 
     @property
-    def model_types(self) -> tuple[str, str]:
+    def model_types(self) -> tuple[str | None, str]:
         """The base's model type and the upgraded checkpoint's."""
-        return self.name, f"surgery_{self.name}"
+        return self.name if self.base_type == "" else self.base_type, f"surgery_{self.name}"
+
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is of this family, base or upgraded."""
+        return config.get("model_type") in self.model_types
+
+    def completed(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """A base's config.json with what only the tensors say, by their disk names and shapes."""
+        return config
 
     # configuration
 
@@ -83,11 +103,23 @@ class HostAdapter:
 
     def surgery_config(self, config: Mapping[str, Any], surgery: Mapping[str, Any]) -> dict[str, Any]:
         """The upgraded checkpoint's config.json: the base's keys, another model type, and ``surgery``. Strict JSON."""
-        written = {key: value for key, value in dict(config).items() if key != "auto_map"}
+        written = {key: value for key, value in dict(config).items() if key not in REPLACED}
+        replaced = (config.get("surgery") or {}).get("replaced")
+        if replaced is None:
+            replaced = {key: config[key] for key in REPLACED if key in config}
         written["model_type"] = self.model_types[1]
         written["architectures"] = [self._classes(True)[1].__name__]
-        written["surgery"] = copy.deepcopy(dict(surgery))
+        written["surgery"] = {**copy.deepcopy(dict(surgery)), "replaced": replaced}
         return encode_floats(written)
+
+    def base_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The base's config.json again, from an upgraded checkpoint's."""
+        written = {key: value for key, value in dict(config).items() if key not in (*REPLACED, "surgery")}
+        replaced = (config.get("surgery") or {}).get("replaced")
+        if replaced is None:  # written before it was kept: what the family's own configurations say
+            base_type, classes = self.model_types[0], [self._classes(False)[1].__name__]
+            replaced = {} if base_type is None else {"model_type": base_type, "architectures": classes}
+        return encode_floats({**written, **replaced})
 
     # tensors on disk
 
@@ -146,6 +178,7 @@ class HostAdapter:
         dtype: torch.dtype | str | None = None,
         device: str | torch.device = "cpu",
         implementation: Implementation = "graft",
+        placement: Mapping[str, Any] | None = None,
     ) -> nn.Module:
         """The model of a checkpoint directory, in evaluation mode.
 
@@ -153,12 +186,16 @@ class HostAdapter:
             dtype: what to load in; None for the checkpoint's own. Decay parameters and memories stay in float32.
             implementation: ``graft`` (every mixer is a graft, with the host's rule where nothing was swapped) or
                 ``upstream`` (the library that the base comes from; base checkpoints only).
+            placement: instead of ``device``, transformers' own options for where weights go (``device_map`` and those
+                beside it); see :mod:`surgery.hosts.streaming`.
 
         Raises:
             UsageError: unsupported configuration, or no upstream implementation to load it with.
             JobError: the weights are missing, damaged, or not those that the configuration asks for.
         """
-        config = read_config(path)
+        from surgery.hosts import read_config as read_completed
+
+        config = read_completed(path)
         upgraded = config.get("model_type") == self.model_types[1]
         parsed = self.parse(config)
         if implementation == "upstream":
@@ -167,8 +204,8 @@ class HostAdapter:
             model_class = self._upstream()
         else:
             model_class = self._classes(upgraded)[1]
-        model = _load_weights(model_class, path, parsed if implementation == "graft" else None, dtype)
-        return model.to(device).eval()
+        model = _load_weights(model_class, path, parsed if implementation == "graft" else None, dtype, placement or {})
+        return (model if placement else model.to(device)).eval()
 
     def build(
         self, config: Mapping[str, Any], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
@@ -242,7 +279,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return config
 
 
-def _load_weights(model_class: type, path: str | Path, config: Any, dtype: torch.dtype | str | None) -> nn.Module:
+def _load_weights(
+    model_class: type, path: str | Path, config: Any, dtype: torch.dtype | str | None, placement: Mapping[str, Any]
+) -> nn.Module:
     if not any(Path(path).glob("*.safetensors")):
         raise JobError(f"{path}: no *.safetensors file there; convert the weights to safetensors first")
     options = {} if config is None else {"config": config}
@@ -256,6 +295,7 @@ def _load_weights(model_class: type, path: str | Path, config: Any, dtype: torch
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
                 **options,
+                **placement,
             )
     except Exception as error:  # safetensors', OSError, RuntimeError: all mean that these weights cannot be read
         raise JobError(f"{path}: the weights cannot be loaded: {' '.join(str(error).split())[:400]}") from error

@@ -10,10 +10,18 @@ from torch import Tensor
 from surgery.hosts.base import HostAdapter, decode_floats
 from surgery.memory.base import MemoryGeometry
 
-# keys that other libraries' mamba2 configurations have and transformers' has not; norm_before_gate is none of them:
-# early releases of transformers wrote it too, and never read it
-FLA_KEYS = ("rmsnorm", "norm_eps", "dt_limit", "fuse_norm")
+# keys that flash-linear-attention's mamba2 configurations have and transformers' have not; norm_before_gate is none of
+# them: early releases of transformers wrote it too, and never read it
+FLA_KEYS = (
+    "norm_eps", "dt_limit", "dt_min", "dt_max", "dt_init_floor", "rmsnorm", "A_init_range", "D_has_hdim", "conv_init",
+    "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy",
+)  # fmt: skip
 MAMBA_SSM_KEYS = ("ssm_cfg", "d_model", "n_layer")
+
+
+def is_fla(config: Mapping[str, Any]) -> bool:
+    """Whether a ``mamba2`` config.json was written by flash-linear-attention, whose model type is the same."""
+    return config.get("model_type") == "mamba2" and any(key in config for key in FLA_KEYS)
 
 
 class Mamba2Adapter(HostAdapter):
@@ -22,6 +30,9 @@ class Mamba2Adapter(HostAdapter):
     name = "mamba2"
     backbone_prefix = "backbone."
     mixer_name = "mixer"
+    title = "Mamba-2, transformers' layout"
+    checkpoints = ("AntonV/mamba2-2.7b-hf", "mistralai/Mamba-Codestral-7B-v0.1")
+    style = "additive"
 
     def _classes(self, upgraded: bool) -> tuple[type, type]:
         from surgery.models import mamba2 as models
@@ -37,11 +48,16 @@ class Mamba2Adapter(HostAdapter):
         Swap.of(config)
         return refusal(config)
 
+    def claims(self, config: Mapping[str, Any]) -> bool:
+        return super().claims(config) and not is_fla(config)
+
     def _foreign(self, config: Mapping[str, Any]) -> str | None:
-        for keys, library in ((FLA_KEYS, "flash-linear-attention"), (MAMBA_SSM_KEYS, "mamba_ssm")):
-            found = [key for key in keys if key in config]
-            if found:
-                return f"{found[0]!r} is a key of {library}'s mamba2, not of transformers'; convert it first"
+        found = [key for key in MAMBA_SSM_KEYS if key in config]
+        if found:
+            return (
+                f"{found[0]!r} is a key of mamba_ssm's configurations, which have no model_type, not of transformers' "
+                "mamba2: give the checkpoint as its library wrote it"
+            )
         return None
 
     def geometry(self, config: Mapping[str, Any], layer: int) -> MemoryGeometry:

@@ -67,8 +67,9 @@ else:
 
 def layer_memory(swap: Swap, geometry: MemoryGeometry, layer: int) -> MemoryRule:
     """The memory of one layer: the swapped rule, or the host's own, which then leaves nothing in a checkpoint."""
-    if layer in swap.layers:
-        return create(swap.rule, geometry, **swap.options)
+    if layer in swap.rules:
+        rule, options = swap.rules[layer]
+        return create(rule, geometry, **options)
     memory = create("host", geometry)
     memory._non_persistent_buffers_set.add("dose")
     return memory
@@ -116,14 +117,14 @@ class Backbone(nn.Module):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         mask = _padding(attention_mask, hidden.shape[1])
+        collect = output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
         states = [hidden]
         for layer in self.layers:
             hidden = layer(hidden, cache=cache, mask=mask, reset=reset)
-            states.append(hidden)
+            if collect:  # otherwise each block's output goes as soon as the next has read it
+                states.append(hidden)
         hidden = getattr(self, self.norm_name)(hidden)
-        collected = None
-        if output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states:
-            collected = (*(states[:-1] if self.embeddings_first else states[1:]), hidden)
+        collected = (*(states[:-1] if self.embeddings_first else states[1:]), hidden) if collect else None
         return BackboneOutput(hidden, cache if use_cache else None, collected)
 
 
@@ -245,7 +246,7 @@ class GraftedCausalLM(PreTrainedModel, GenerationMixin):
         """Initial weights of one module. Tensors that were loaded are flagged by transformers and left alone."""
         super()._init_weights(module)
         if isinstance(module, MemoryRule):
-            _init_memory(module)
+            init_memory(module)
         elif isinstance(module, Graft):
             self._init_graft(module)
 
@@ -253,7 +254,7 @@ class GraftedCausalLM(PreTrainedModel, GenerationMixin):
         raise NotImplementedError
 
 
-def _init_memory(memory: MemoryRule) -> None:
+def init_memory(memory: MemoryRule) -> None:
     """Reset a memory's own tensors, except those that came from a checkpoint."""
     tensors = [*memory.parameters(), *memory.buffers()]
     loaded = [(tensor, tensor.clone()) for tensor in tensors if getattr(tensor, "_is_hf_initialized", False)]

@@ -4,27 +4,34 @@ transformers imports this file while it imports itself (see :mod:`surgery.regist
 configuration base class is needed here: not even its own Mamba2Config, whose keys are therefore repeated.
 
 ``config.surgery`` says what was swapped: {"schema": 1, "rule": name, "layers": [indices], "options": {...}, "base":
-name}. Empty or missing, no layer is.
+name}. Where the layers do not all hold the same rule with the same options, "schema" is 2 and "swaps" lists {"rule",
+"layers", "options"} of each operation; "layers" then names all of them. Empty or missing, no layer is.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-SCHEMA = 1
+from surgery.models.registry import announce_models
+
+SCHEMAS = (1, 2)
 
 
 @dataclass(frozen=True)
 class Swap:
-    """What ``config.surgery`` says, checked."""
+    """What ``config.surgery`` says, checked: layer -> its rule and the rule's options."""
 
-    rule: str = "host"
-    layers: frozenset[int] = frozenset()
-    options: dict[str, Any] = field(default_factory=dict)
+    rules: Mapping[int, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The swapped layers."""
+        return frozenset(self.rules)
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Swap:
@@ -33,19 +40,40 @@ class Swap:
         Raises:
             ValueError: another schema, a missing rule, or layers that are not distinct indices of this model.
         """
-        swap = getattr(config, "surgery", None)
+        return cls.read(getattr(config, "surgery", None), config.num_hidden_layers)
+
+    @classmethod
+    def read(cls, swap: Mapping[str, Any] | None, num_layers: int) -> Swap:
+        """The same from the value itself, for a model of ``num_layers``."""
         if not swap:
             return cls()
-        if swap.get("schema") != SCHEMA:
-            raise ValueError(f"surgery.schema is {swap.get('schema')!r}; this release reads {SCHEMA}")
-        layers = swap.get("layers", [])
-        if len(set(layers)) != len(layers) or not all(
-            isinstance(layer, int) and 0 <= layer < config.num_hidden_layers for layer in layers
-        ):
-            raise ValueError(f"surgery.layers {layers} are not distinct indices below {config.num_hidden_layers}")
-        if not isinstance(swap.get("rule"), str):
-            raise ValueError("surgery.rule names no memory rule")
-        return cls(swap["rule"], frozenset(layers), dict(swap.get("options") or {}))
+        schema = swap.get("schema")
+        if schema not in SCHEMAS:
+            raise ValueError(f"surgery.schema is {schema!r}; this release reads {' and '.join(map(str, SCHEMAS))}")
+        rules: dict[int, tuple[str, dict[str, Any]]] = {}
+        for one in swap.get("swaps", []) if schema == 2 else [swap]:
+            layers = one.get("layers", [])
+            if not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in layers) or len(
+                {*layers, *rules}
+            ) < len(layers) + len(rules):
+                raise ValueError(f"surgery.layers {layers} are not distinct indices below {num_layers}")
+            if not isinstance(one.get("rule"), str):
+                raise ValueError("surgery.rule names no memory rule")
+            rules |= {layer: (one["rule"], dict(one.get("options") or {})) for layer in layers}
+        return cls(rules)
+
+    def written(self, **about: Any) -> dict[str, Any]:
+        """``config.surgery``, with ``about`` beside it: schema 1 where all layers hold one rule, else schema 2."""
+        swaps: list[dict[str, Any]] = []
+        for layer, (rule, options) in sorted(self.rules.items()):
+            known = next((one for one in swaps if (one["rule"], one["options"]) == (rule, options)), None)
+            if known is None:
+                swaps.append(known := {"rule": rule, "layers": [], "options": options})
+            known["layers"].append(layer)
+        if len(swaps) == 1:
+            return {"schema": 1, **swaps[0], **about}
+        rules = " + ".join(dict.fromkeys(one["rule"] for one in swaps))
+        return {"schema": 2, "rule": rules, "layers": sorted(self.rules), "swaps": swaps, **about}
 
 
 class SurgeryMamba2Config(PreTrainedConfig):
@@ -86,7 +114,7 @@ class SurgeryMamba2Config(PreTrainedConfig):
         if self.time_step_rank == "auto":
             self.time_step_rank = math.ceil(self.hidden_size / 16)
         super().__post_init__(**kwargs)
-        _announce_models()
+        announce_models()
 
     @property
     def layer_types(self) -> list[str]:
@@ -153,24 +181,4 @@ class SurgeryGatedDeltaNetConfig(GatedDeltaNetConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        _announce_models()
-
-
-CONFIGURATIONS = (SurgeryMamba2Config, SurgeryGatedDeltaNetConfig)
-_announced = False
-
-
-def _announce_models() -> None:
-    """Let AutoModelForCausalLM know the model classes. Called by a configuration's first instance, which always comes
-    before the model and always after transformers has finished importing itself."""
-    global _announced
-    if _announced:
-        return
-    _announced = True
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-    from surgery.models.gated_deltanet import SurgeryGatedDeltaNetForCausalLM
-    from surgery.models.mamba2 import SurgeryMamba2ForCausalLM
-
-    AutoModelForCausalLM.register(SurgeryMamba2Config, SurgeryMamba2ForCausalLM, exist_ok=True)
-    AutoModelForCausalLM.register(SurgeryGatedDeltaNetConfig, SurgeryGatedDeltaNetForCausalLM, exist_ok=True)
+        announce_models()

@@ -7,7 +7,7 @@ layers. Layers that are not swapped hold the host's own rule, so the numbers do 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ def geometry(config: Mamba2Config) -> MemoryGeometry:
     )
 
 
-def mixer(config: Mamba2Config, memory: MemoryRule, layer: int) -> Mamba2Graft:
-    """The graft of one layer."""
+def mixer(config: Mamba2Config, memory: MemoryRule, layer: int, **layout: Any) -> Mamba2Graft:
+    """The graft of one layer; ``layout`` is what only other libraries' layouts vary."""
     return Mamba2Graft(
         memory,
         layer_idx=layer,
@@ -59,6 +59,7 @@ def mixer(config: Mamba2Config, memory: MemoryRule, layer: int) -> Mamba2Graft:
         time_step_limit=tuple(config.time_step_limit),
         use_bias=config.use_bias,
         use_conv_bias=config.use_conv_bias,
+        **layout,
     )
 
 
@@ -69,7 +70,12 @@ class Mamba2Block(GradientCheckpointingLayer):
         super().__init__()
         self.residual_in_fp32 = config.residual_in_fp32
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mixer = mixer(config, layer_memory(swap, geometry(config), layer), layer)
+        self.mixer = mixer(config, layer_memory(swap, geometry(config), layer), layer, **self.layout(config))
+
+    @staticmethod
+    def layout(config: Any) -> dict[str, Any]:
+        """Further arguments of the mixer."""
+        return {}
 
     def forward(self, hidden: Tensor, cache: Any = None, mask: Tensor | None = None, reset: Tensor | None = None):
         residual = hidden.float() if self.residual_in_fp32 and hidden.dtype != torch.float64 else hidden
@@ -79,12 +85,14 @@ class Mamba2Block(GradientCheckpointingLayer):
 class Mamba2Backbone(Backbone):
     embeddings_first = False
     norm_name = "norm_f"
+    embeddings_name = "embeddings"
+    block = Mamba2Block
 
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__(config)
         swap = Swap.of(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Mamba2Block(config, swap, layer) for layer in range(config.num_hidden_layers))
+        self.add_module(self.embeddings_name, nn.Embedding(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(self.block(config, swap, layer) for layer in range(config.num_hidden_layers))
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
 
 
@@ -100,15 +108,21 @@ class Mamba2ForCausalLM(GraftedCausalLM):
     base_model_prefix = "backbone"
     _no_split_modules = ("Mamba2Block",)
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+    backbone_class: ClassVar[type[Backbone]] = Mamba2Backbone
 
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__(config)
-        reason = refusal(config)
+        reason = self.refusal(config)
         if reason is not None:
             raise ValueError(reason)
-        self.backbone = Mamba2Backbone(config)
+        self.backbone = self.backbone_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.finish()
+
+    @staticmethod
+    def refusal(config: Any) -> str | None:
+        """Why a configuration cannot be run, or None."""
+        return refusal(config)
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
         config = self.config

@@ -1,12 +1,13 @@
-"""Tiny base checkpoints of both families, written once a session."""
+"""Tiny base checkpoints, written once a session; the battery's cases, from the ``case_*.py`` of this folder."""
 
 from __future__ import annotations
 
-import math
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from surgery.models.gated_deltanet import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
@@ -24,16 +25,42 @@ CONFIGS = {
 CLASSES = {"mamba2": Mamba2ForCausalLM, "gated_deltanet": GatedDeltaNetForCausalLM}
 
 
-def scatter(model: nn.Module) -> None:
-    """Weights at which the logits depend on the text and every decay differs."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias")):
-                parameter.copy_(0.7 * torch.randn_like(parameter))
-            elif parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
-            elif "conv1d" not in name:
-                parameter.copy_(torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]))
+def _module(name: str, file: str):
+    """A helper beside the tests, under a name of its own: test files are imported without a package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+battery = _module("hosts_battery", "battery.py")
+CASES = {
+    case.name: case
+    for path in sorted(Path(__file__).parent.glob("case_*.py"))
+    for case in _module(f"hosts_{path.stem}", path.name).CASES
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", CASES.values(), ids=CASES.keys(), scope="session")
+
+
+@pytest.fixture(scope="session")
+def case_bases():
+    """Case name -> its base's directory, filled as it is asked for."""
+    return {}
+
+
+@pytest.fixture
+def case_base(case, case_bases, tmp_path_factory):
+    """The case's base checkpoint with a tokenizer; shared, so not to be changed."""
+    if case.name not in case_bases:
+        directory = tmp_path_factory.mktemp("case")
+        case.write(directory)
+        battery.write_tokenizer(directory)
+        case_bases[case.name] = directory
+    return case_bases[case.name]
 
 
 @pytest.fixture(scope="session", params=["mamba2", "gated_deltanet"])
@@ -47,7 +74,7 @@ def bases(tmp_path_factory):
     directories = {}
     for name, config in CONFIGS.items():
         model = CLASSES[name](config)
-        scatter(model)
+        battery.scatter(model)
         directories[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(directories[name])
     return directories
