@@ -97,8 +97,12 @@ class Mamba2Graft(Graft):
         self.norm = GatedGroupRMSNorm(self.inner, g.num_key_heads, norm_eps, not norm_before_gate) if norm else None
         self.out_proj = nn.Linear(mlp_size + self.inner, g.hidden_size, bias=use_bias)
 
+    def _rows(self, hidden: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, rows of in_proj]"""
+        return self.in_proj(hidden)
+
     def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        mlp, z, x, dt = self.in_proj(hidden).split(
+        mlp, z, x, dt = self._rows(hidden).split(
             [2 * self.mlp_size, self.inner, self.inner + 2 * self.keys, self.geometry.num_heads], dim=-1
         )
         return x, (z, dt, mlp)

@@ -24,6 +24,9 @@ from surgery.hosts.hybrid import HybridAdapter
 from surgery.hosts.mamba2 import Mamba2Adapter
 from surgery.hosts.mamba_ssm import MambaSSMAdapter
 from surgery.hosts.nemotron_h import NemotronHAdapter
+from surgery.hosts.olmo_hybrid import OlmoHybridAdapter
+from surgery.hosts.qwen3_5 import Qwen3_5Adapter, Qwen3_5MoeAdapter
+from surgery.hosts.qwen3_next import Qwen3NextAdapter
 from surgery.hosts.resolve import bundled, resolve
 from surgery.hosts.zamba2 import Zamba2Adapter
 
@@ -48,6 +51,10 @@ ADAPTERS: tuple[HostAdapter, ...] = (
     FlaMamba2Adapter(),
     MambaSSMAdapter(),
     GatedDeltaNetAdapter(),
+    Qwen3NextAdapter(),
+    Qwen3_5Adapter(),
+    Qwen3_5MoeAdapter(),
+    OlmoHybridAdapter(),
     BambaAdapter(),
     GraniteMoeHybridAdapter(),
     Zamba2Adapter(),
@@ -58,9 +65,6 @@ ADAPTERS: tuple[HostAdapter, ...] = (
 # families with a Mamba-2 or delta-rule mixer that are recognised and refused: model type -> why
 REFUSED: dict[str, str] = {
     "mamba": "Mamba-1 decays every state channel on its own; only Mamba-2 is supported",
-    "qwen3_next": "its interleaved projections are not supported yet",
-    "qwen3_5": "its nested text model is not supported yet",
-    "olmo_hybrid": "hybrids with attention are not supported yet",
     "kimi_linear": "its channel-wise decay is not supported yet",
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from surgery.errors import UsageError
 from surgery.hosts.base import HostAdapter
@@ -80,6 +80,9 @@ class HybridAdapter(HostAdapter):
             prefix = self.disk_name(config, f"{path}.")
             expected |= {prefix + name: tuple(tensor.shape) for name, tensor in graft.state_dict().items()}
         return expected
+
+    def _limit_step(self, step: Tensor, config: Mapping[str, Any]) -> Tensor:
+        return step.clamp(*self._classes(False)[1].step_limit(self.parse(config)))
 
     def ties(self, config: Mapping[str, Any]) -> dict[str, str]:
         if not self.parse(config).tie_word_embeddings:

@@ -1,7 +1,11 @@
-"""``bamba``: Mamba-2 layers among attention, each followed by a gated MLP."""
+"""``bamba``: Mamba-2 layers among attention, each followed by a gated MLP.
+
+Its mixers' configuration keys, ``mamba_*``, are also those of ``granitemoehybrid`` and ``falcon_h1``.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,25 +28,24 @@ class SurgeryBambaConfig(BambaConfig):
     surgery: dict | None = None
 
 
-class GraftedBambaForCausalLM(Hybrid, BambaForCausalLM):
-    """A ``bamba`` language model whose Mamba-2 mixers are grafts."""
-
-    config: BambaConfig
-    config_class = BambaConfig
+class MambaKeys(Hybrid):
+    """A hybrid whose Mamba-2 mixers stand at ``mamba`` in a block, sized by ``mamba_*``."""
 
     @classmethod
-    def refusal(cls, config: BambaConfig) -> str | None:
+    def refusal(cls, config: Any) -> str | None:
         if config.hidden_act not in ("silu", "swish"):
             return f"hidden_act: {config.hidden_act!r} is not supported, only silu"
+        if config.mamba_n_heads % config.mamba_n_groups:
+            return f"mamba_n_heads: {config.mamba_n_heads} is no multiple of mamba_n_groups {config.mamba_n_groups}"
         return None
 
     @classmethod
-    def mixer_paths(cls, config: BambaConfig) -> dict[int, str]:
+    def mixer_paths(cls, config: Any) -> dict[int, str]:
         kinds = enumerate(config.layers_block_type)
         return {layer: f"model.layers.{layer}.mamba" for layer, kind in kinds if kind == "linear_attention"}
 
     @classmethod
-    def geometry(cls, config: BambaConfig, layer: int) -> MemoryGeometry:
+    def geometry(cls, config: Any, layer: int) -> MemoryGeometry:
         return MemoryGeometry(
             style="additive",
             hidden_size=config.hidden_size,
@@ -53,26 +56,37 @@ class GraftedBambaForCausalLM(Hybrid, BambaForCausalLM):
         )
 
     @classmethod
-    def mixer(cls, config: BambaConfig, memory: MemoryRule, layer: int) -> Mamba2Graft:
+    def step_limit(cls, config: Any) -> tuple[float, float]:
+        return tuple(config.time_step_limit or (0.0, math.inf))
+
+    @classmethod
+    def mixer(cls, config: Any, memory: MemoryRule, layer: int) -> Mamba2Graft:
         return Mamba2Graft(
             memory,
             layer_idx=layer,
             conv_kernel=config.mamba_d_conv,
             norm_eps=config.rms_norm_eps,
-            time_step_limit=tuple(config.time_step_limit),
+            time_step_limit=cls.step_limit(config),
             use_bias=config.mamba_proj_bias,
             use_conv_bias=config.mamba_conv_bias,
         )
-
-    def __init__(self, config: BambaConfig) -> None:
-        super().__init__(config)
-        self.trunk.register_forward_pre_hook(_continued_positions, with_kwargs=True)
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
         heads = torch.arange(1, graft.geometry.num_heads + 1, device=graft.A_log.device)
         init.copy_(graft.A_log, heads.float().log())
         init.ones_(graft.D)
         init.ones_(graft.dt_bias)
+
+
+class GraftedBambaForCausalLM(MambaKeys, BambaForCausalLM):
+    """A ``bamba`` language model whose Mamba-2 mixers are grafts."""
+
+    config: BambaConfig
+    config_class = BambaConfig
+
+    def __init__(self, config: BambaConfig) -> None:
+        super().__init__(config)
+        self.trunk.register_forward_pre_hook(_continued_positions, with_kwargs=True)
 
 
 def _continued_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -6,6 +6,7 @@ three classes around its upstream language model; :mod:`surgery.models.bamba` sh
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +47,11 @@ class Hybrid:
         raise NotImplementedError
 
     @classmethod
+    def step_limit(cls, config: Any) -> tuple[float, float]:
+        """What the mixers clamp dt to."""
+        return 0.0, math.inf
+
+    @classmethod
     def mixer(cls, config: Any, memory: MemoryRule, layer: int) -> Graft:
         """The graft of one layer."""
         raise NotImplementedError
@@ -66,6 +72,7 @@ class Hybrid:
             self.set_submodule(path, self.mixer(config, memory, layer))
             kept.update(f"memory.{name}" for name, _ in memory._float32_tensors())
         self._keep_in_fp32_modules_strict = kept
+        self.trunk._init_weights = self._init_weights  # transformers asks the innermost model around a module
         self.trunk.register_forward_pre_hook(packed_positions, with_kwargs=True)
         self.post_init()
 
@@ -120,15 +127,23 @@ def restarting_positions(reset: Tensor) -> Tensor:
     return place - torch.where(reset, place, 0).cummax(1).values
 
 
-def share_conversions(host: str, upgraded: str, upstream: type, *models: type) -> None:
+def share_conversions(
+    host: str, upgraded: str, upstream: type, *models: type, without: tuple[str, ...] = ()
+) -> None:
     """Let transformers rename the tensors of these models on loading and saving as it does the upstream model's.
 
     Args:
         host, upgraded: the model types of base and upgraded checkpoints.
         upstream: the upstream language model; models: those made of it.
+        without: parts of names in upstream's memory that the grafts do not have: they hold those tensors as the disk
+            does. The upgraded type's configuration must then serve base models as well.
     """
     by_class = get_checkpoint_conversion_mapping(upstream.__name__)
-    for name in (upgraded, host) if by_class is None else [model.__name__ for model in models]:
+    types = (upgraded,) if without else (upgraded, host)
+    for name in types if by_class is None else [model.__name__ for model in models]:
         mapping = get_checkpoint_conversion_mapping(host) if by_class is None else by_class
         if mapping is not None:
+            mapping = [
+                step for step in mapping if not any(part in target for part in without for target in step.target_patterns)
+            ]
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)

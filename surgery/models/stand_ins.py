@@ -15,6 +15,14 @@ from transformers.configuration_utils import PreTrainedConfig
 # model type -> (module of surgery.models, name its classes are built from)
 HYBRIDS: dict[str, tuple[str, str]] = {
     "surgery_bamba": ("bamba", "Bamba"),
+    "surgery_qwen3_next": ("qwen3_next", "Qwen3Next"),
+    "surgery_qwen3_5": ("qwen3_5", "Qwen3_5"),
+    "surgery_qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5Moe"),
+    "surgery_olmo_hybrid": ("olmo_hybrid", "OlmoHybrid"),
+    "surgery_granitemoehybrid": ("granitemoehybrid", "GraniteMoeHybrid"),
+    "surgery_zamba2": ("zamba2", "Zamba2"),
+    "surgery_falcon_h1": ("falcon_h1", "FalconH1"),
+    "surgery_nemotron_h": ("nemotron_h", "NemotronH"),
 }
 
 
