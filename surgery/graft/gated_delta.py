@@ -7,6 +7,8 @@ Parameter names and shapes are those of flash-linear-attention's ``gated_deltane
 
 The memory sees L2-normalised keys and queries (queries also scaled by K^-1/2), values v, log decay
 -exp(A_log) softplus(a + dt_bias) and write strength eta = sigmoid(b), doubled where negative eigenvalues are allowed.
+Other layouts of the same mixer are in :mod:`surgery.graft.packed_delta`, its relative with a decay for each key channel
+in :mod:`surgery.graft.kda`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,43 @@ class GatedRMSNorm(nn.Module):
         return (x * GATES[self.activation](wide(gate))).to(y.dtype)
 
 
-class GatedDeltaGraft(Graft):
+class DeltaGraft(Graft):
+    """What the layouts share: q | k | v out of the convolution, and the memory's inputs made of them.
+
+    The projections that bypass the convolution start with a and b, what decay and write strength come from.
+
+    Raises:
+        ValueError: the memory's geometry has another style.
+    """
+
+    def __init__(self, memory: MemoryRule, *, layer_idx: int, norm_eps: float) -> None:
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+        g = self.geometry
+        if g.style != "delta":
+            raise ValueError(f"a Gated DeltaNet mixer needs a delta memory geometry, not {g.style!r}")
+        self.keys = g.num_key_heads * g.key_dim
+        self.values = g.num_heads * g.value_dim
+        self.write_scale = 2.0 if g.negative_eigenvalues else 1.0
+
+    def _log_decay(self, a: Tensor) -> Tensor:
+        """Log decay in float32 from its projection."""
+        return -wide(self.A_log).exp() * F.softplus(wide(a) + wide(self.dt_bias))
+
+    def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
+        g = self.geometry
+        q, k, v = x.split([self.keys, self.keys, self.values], dim=-1)
+        q, k = (l2_normalised(part.unflatten(-1, (g.num_key_heads, g.key_dim))) for part in (q, k))
+        return MemoryInputs(
+            hidden=hidden,
+            q=q * g.key_dim**-0.5,
+            k=k,
+            v=v.unflatten(-1, (g.num_heads, g.value_dim)),
+            log_decay=self._log_decay(rest[0]),
+            write=wide(rest[1]).sigmoid() * self.write_scale,
+        )
+
+
+class GatedDeltaGraft(DeltaGraft):
     """A Gated DeltaNet mixer whose memory is ``memory``.
 
     Args:
@@ -68,15 +106,10 @@ class GatedDeltaGraft(Graft):
     ) -> None:
         super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
         g = self.geometry
-        if g.style != "delta":
-            raise ValueError(f"a Gated DeltaNet mixer needs a delta memory geometry, not {g.style!r}")
         if gate_activation not in GATES:
             raise ValueError(f"output_gate_activation {gate_activation!r}: choose {', '.join(GATES)}")
-        self.keys = g.num_key_heads * g.key_dim
-        self.values = g.num_heads * g.value_dim
         self.use_short_conv = use_short_conv
         self.use_gate = use_gate
-        self.write_scale = 2.0 if g.negative_eigenvalues else 1.0
         self.q_proj = nn.Linear(g.hidden_size, self.keys, bias=False)
         self.k_proj = nn.Linear(g.hidden_size, self.keys, bias=False)
         self.v_proj = nn.Linear(g.hidden_size, self.values, bias=False)
@@ -104,19 +137,6 @@ class GatedDeltaGraft(Graft):
         convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         bias = None if self.q_conv1d.bias is None else torch.cat([conv.bias for conv in convolutions])
         return torch.cat([conv.weight for conv in convolutions]), bias
-
-    def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
-        g = self.geometry
-        q, k, v = x.split([self.keys, self.keys, self.values], dim=-1)
-        q, k = (l2_normalised(part.unflatten(-1, (g.num_key_heads, g.key_dim))) for part in (q, k))
-        return MemoryInputs(
-            hidden=hidden,
-            q=q * g.key_dim**-0.5,
-            k=k,
-            v=v.unflatten(-1, (g.num_heads, g.value_dim)),
-            log_decay=-wide(self.A_log).exp() * F.softplus(wide(rest[0]) + wide(self.dt_bias)),
-            write=wide(rest[1]).sigmoid() * self.write_scale,
-        )
 
     def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
         gate = (rest[2].unflatten(-1, o.shape[-2:]),) if self.use_gate else ()

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from surgery.graft import Graft
 from surgery.graft.cache import chosen
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import PACKING, init_memory, layer_memory
+from surgery.models.common import OLD_CACHE_NAME, PACKING, init_memory, layer_memory
 from surgery.models.configuration import Swap
 
 
@@ -73,6 +73,9 @@ class Hybrid:
             kept.update(f"memory.{name}" for name, _ in memory._float32_tensors())
         self._keep_in_fp32_modules_strict = kept
         self.trunk._init_weights = self._init_weights  # transformers asks the innermost model around a module
+        if OLD_CACHE_NAME:
+            for part in (self, self.trunk):
+                part.register_forward_pre_hook(old_cache_name, with_kwargs=True)
         self.trunk.register_forward_pre_hook(packed_positions, with_kwargs=True)
         self.post_init()
 
@@ -92,6 +95,21 @@ class Hybrid:
 
     def _init_graft(self, graft: Graft) -> None:
         raise NotImplementedError
+
+
+class OwnType:
+    """Comes before an upstream configuration among a class's bases and keeps the class's model type, whatever type the
+    configuration that is read has."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict({key: value for key, value in config_dict.items() if key != "model_type"}, **kwargs)
+
+
+def old_cache_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A cache under the one name that a transformers without ``cache`` knows."""
+    cache = chosen(*(kwargs.pop(name, None) for name in ("cache", "cache_params", "past_key_values")))
+    return args, kwargs if cache is None else {**kwargs, "past_key_values": cache}
 
 
 def packed_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -143,7 +161,5 @@ def share_conversions(
     for name in types if by_class is None else [model.__name__ for model in models]:
         mapping = get_checkpoint_conversion_mapping(host) if by_class is None else by_class
         if mapping is not None:
-            mapping = [
-                step for step in mapping if not any(part in target for part in without for target in step.target_patterns)
-            ]
+            mapping = [step for step in mapping if not any(part in str(step.target_patterns) for part in without)]
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)

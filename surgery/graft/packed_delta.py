@@ -1,0 +1,85 @@
+"""The Gated DeltaNet mixer with packed projections, as transformers' Qwen models have it, around any memory rule.
+
+Both layouts have one convolution over q | k | v, ``conv1d [2 G K + H V, 1, W]``, a norm over each head's values before
+the gate, ``norm [V]``, ``A_log, dt_bias [H]`` and ``out_proj [D, H V]``, and differ in their projections (r = H / G):
+
+    interleaved (``qwen3_next``)  in_proj_qkvz [2 G K + 2 H V, D], for each key head the rows q [K] | k [K] | v [r V] |
+                                  z [r V]; in_proj_ba [2 H, D], for each key head b [r] | a [r]
+    flat (``qwen3_5``)            in_proj_qkv [2 G K + H V, D], rows q | k | v; in_proj_z [H V, D]; in_proj_b,
+                                  in_proj_a [H, D]
+
+The memory sees what it sees in :mod:`surgery.graft.gated_delta`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from surgery.graft.gated_delta import DeltaGraft, GatedRMSNorm
+from surgery.memory.base import MemoryInputs, MemoryRule
+
+
+class _PackedDeltaGraft(DeltaGraft):
+    """Convolution, norm and output of both layouts."""
+
+    def __init__(
+        self, memory: MemoryRule, *, layer_idx: int = 0, conv_kernel: int = 4, norm_eps: float = 1e-6
+    ) -> None:
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+        g = self.geometry
+        channels = 2 * self.keys + self.values
+        self.conv1d = nn.Conv1d(
+            channels, channels, conv_kernel, groups=channels, padding=conv_kernel - 1, bias=False
+        )
+        self.norm = GatedRMSNorm(g.value_dim, norm_eps, "silu")
+        self.out_proj = nn.Linear(self.values, g.hidden_size, bias=False)
+
+    def _convolution(self) -> tuple[Tensor, None]:
+        return self.conv1d.weight, None
+
+    def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
+        o = self.norm(o, rest[2].unflatten(-1, o.shape[-2:]))
+        return self.out_proj(o.flatten(-2).to(inputs.hidden.dtype))
+
+
+class InterleavedDeltaGraft(_PackedDeltaGraft):
+    """A ``qwen3_next`` mixer whose memory is ``memory``.
+
+    Raises:
+        ValueError: the memory's geometry has another style.
+    """
+
+    def __init__(self, memory: MemoryRule, **options) -> None:
+        super().__init__(memory, **options)
+        g = self.geometry
+        self.in_proj_qkvz = nn.Linear(g.hidden_size, 2 * (self.keys + self.values), bias=False)
+        self.in_proj_ba = nn.Linear(g.hidden_size, 2 * g.num_heads, bias=False)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        g = self.geometry
+        share = g.num_heads // g.num_key_heads  # value heads a key head
+        packed = self.in_proj_qkvz(hidden).unflatten(-1, (g.num_key_heads, -1))
+        q, k, v, z = packed.split([g.key_dim, g.key_dim, share * g.value_dim, share * g.value_dim], dim=-1)
+        b, a = self.in_proj_ba(hidden).unflatten(-1, (g.num_key_heads, -1)).split([share, share], dim=-1)
+        x = torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1)
+        return x, (a.flatten(-2), b.flatten(-2), z.flatten(-2))
+
+
+class FlatDeltaGraft(_PackedDeltaGraft):
+    """A ``qwen3_5`` mixer whose memory is ``memory``.
+
+    Raises:
+        ValueError: the memory's geometry has another style.
+    """
+
+    def __init__(self, memory: MemoryRule, **options) -> None:
+        super().__init__(memory, **options)
+        g = self.geometry
+        self.in_proj_qkv = nn.Linear(g.hidden_size, 2 * self.keys + self.values, bias=False)
+        self.in_proj_z = nn.Linear(g.hidden_size, self.values, bias=False)
+        self.in_proj_b = nn.Linear(g.hidden_size, g.num_heads, bias=False)
+        self.in_proj_a = nn.Linear(g.hidden_size, g.num_heads, bias=False)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return self.in_proj_qkv(hidden), (self.in_proj_a(hidden), self.in_proj_b(hidden), self.in_proj_z(hidden))
