@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.graft import cache as carried
+from surgery.graft import compiling
 from surgery.memory.base import MemoryInputs, MemoryRule
 
 
@@ -29,11 +30,11 @@ def padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     return attention_mask[:, -tokens:].bool()
 
 
-def causal_conv(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
+def causal_conv(x: Tensor, past: Tensor | None, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
     """Depthwise causal convolution followed by SiLU, which never reads across the start of a document.
 
     Args:
-        x: [B, T, C]. past: [B, W-1, C], the inputs before them (zeros at the start of a text).
+        x: [B, T, C]. past: [B, W-1, C], the inputs before them; None at the start of a text, for zeros.
         weight: [C, 1, W]. bias: [C] or None.
         reset: [B, T] bool or None, True on the first token of a document.
 
@@ -41,7 +42,8 @@ def causal_conv(x: Tensor, past: Tensor, weight: Tensor, bias: Tensor | None, re
         [B, T, C] in x's dtype, computed in float32.
     """
     tokens, width = x.shape[1], weight.shape[-1]
-    full = torch.cat([past.to(x.dtype), x], dim=1)
+    # padding fuses under torch.compile, where a concatenation is written out
+    full = F.pad(x, (0, 0, width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
     if reset is None and x.device.type == "cpu" and x.dtype == weight.dtype:
         out = F.conv1d(full.transpose(1, 2), weight, bias, groups=weight.shape[0]).transpose(1, 2)
         return F.silu(out)
@@ -137,13 +139,17 @@ class Graft(nn.Module):
         cache = carried.chosen(cache, cache_params, past_key_values)
         window, state = carried.read(cache, self.layer_idx)
         mask = padding(attention_mask, hidden_states.shape[1])
-        inputs, rest, window = self._gather(hidden_states, mask, reset, window)
-        o, state = self.memory(inputs, state)
+        if cache is None and hidden_states.shape[1] > 1 and compiling.active() and self._compiles(hidden_states):
+            return compiling.compiled(_mixed)(self, hidden_states, mask, reset)
+        mixed, window, state = _mix(self, hidden_states, mask, reset, window, state)
         if cache is not None:
             carried.write(cache, self.layer_idx, window, state)
-        if mask is not None:
-            o = o * mask[..., None, None].to(o.dtype)
-        return self._emit(o, inputs, rest)
+        return mixed
+
+    def _compiles(self, hidden: Tensor) -> bool:
+        # a hook that comes after the compilation would not be called
+        watched = self.memory._forward_hooks or self.memory._forward_pre_hooks
+        return not watched and self.memory.compiles(hidden.device)
 
     def _gather(
         self, hidden: Tensor, mask: Tensor | None, reset: Tensor | None, window: Tensor | None
@@ -159,9 +165,8 @@ class Graft(nn.Module):
             if mask is not None:
                 x = x * mask[..., None].to(x.dtype)
             width = weight.shape[-1]
-            if window is None:
-                past = x.new_zeros(x.shape[0], width - 1, x.shape[2])
-            else:
+            past = None
+            if window is not None:
                 past = window[..., window.shape[-1] - (width - 1) :].transpose(1, 2)
             window = _window(x, past, reset, width)
             x = causal_conv(x, past, weight, bias, reset)
@@ -182,9 +187,31 @@ class Graft(nn.Module):
         return self
 
 
-def _window(x: Tensor, past: Tensor, reset: Tensor | None, width: int) -> Tensor:
+def _mix(
+    graft: Graft,
+    hidden: Tensor,
+    mask: Tensor | None,
+    reset: Tensor | None,
+    window: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A mixer's output, window and state."""
+    inputs, rest, window = graft._gather(hidden, mask, reset, window)
+    o, state = graft.memory(inputs, state)
+    if mask is not None:
+        o = o * mask[..., None, None].to(o.dtype)
+    return graft._emit(o, inputs, rest), window, state
+
+
+def _mixed(graft: Graft, hidden: Tensor, mask: Tensor | None, reset: Tensor | None) -> Tensor:
+    # a function and no method of each layer, so that all layers share what is compiled
+    return _mix(graft, hidden, mask, reset)[0]
+
+
+def _window(x: Tensor, past: Tensor | None, reset: Tensor | None, width: int) -> Tensor:
     """The last W convolution inputs [B, C, W], zero where they belong to an earlier document than the last token."""
-    full = torch.cat([past.to(x.dtype), x], dim=1)[:, -width:]
+    full = F.pad(x, (0, 0, width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
+    full = full[:, -width:]
     if reset is not None:
         document = F.pad(reset.to(torch.int32).cumsum(1), (width - 1, 0))
         full = full * (document[:, -width:] == document[:, -1:])[..., None]
@@ -200,6 +227,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (y * wide(self.weight)).to(x.dtype)
+        if compiling.active() and x.shape[-2] > 1:
+            return compiling.compiled(_rms_norm)(x, self.weight, self.eps)
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = wide(x)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return (y * wide(weight)).to(x.dtype)

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from surgery.kernels import dispatch
+
 HostStyle = Literal["additive", "delta"]
 
 
@@ -109,6 +111,11 @@ class MemoryRule(nn.Module):
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run the rule. Returns outputs [B, T, H, V] in v's dtype and the packed state after the last token."""
         raise NotImplementedError
+
+    def compiles(self, device: torch.device) -> bool:
+        """Whether torch.compile is to look into :meth:`forward` on ``device``: where its kernels are single operators,
+        and not loops over chunks, which would take minutes to compile."""
+        return dispatch.picked(self.rule, device) == "triton"
 
     def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
         """Figures a packed state shows, each [H] float32; none for a rule that carries the host's state alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from surgery.kernels import dispatch
@@ -33,10 +34,14 @@ class HostMemory(MemoryRule):
     def reset_parameters(self, start: Literal["exact", "paper"] = "exact") -> None:
         self.dose.fill_(0.0 if start == "exact" else 1.0)
 
+    def compiles(self, device: torch.device) -> bool:
+        return True
+
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         inputs = inputs.masked()
         q, k, v, reset = inputs.q, inputs.k, inputs.v, inputs.reset
         if self.geometry.style == "additive":
-            o, state = dispatch.additive(q, k, v * inputs.write[..., None], inputs.log_decay, state=state, reset=reset)
-            return o.to(v.dtype), state
+            # the write strength is float32, which would make half precision values float32 and slow
+            v = (v * inputs.write[..., None]).to(v.dtype)
+            return dispatch.additive(q, k, v, inputs.log_decay, state=state, reset=reset)
         return dispatch.delta(q, k, v, inputs.log_decay, inputs.write, state=state, reset=reset)

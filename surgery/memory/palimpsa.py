@@ -98,11 +98,11 @@ class Palimpsa(MemoryRule):
         gate = self.b_proj(self.b_rank_proj(inputs.hidden.to(self.b_rank_proj.weight.dtype)))
         gate = torch.sigmoid(gate.to(write.dtype)).unflatten(-1, v.shape[-2:])
         strength = self.dose * F.softplus(self.b_scale)
-        o, state = dispatch.palimpsa(
-            inputs.q, inputs.k, v * write, gate * strength[:, None] * write, inputs.log_decay, self._prior(),
-            state=state, reset=inputs.reset,
+        # the write strength is float32, which would make half precision values float32, and the kernels slow
+        written, b = (x.to(v.dtype) for x in (v * write, gate * strength[:, None] * write))
+        return dispatch.palimpsa(
+            inputs.q, inputs.k, written, b, inputs.log_decay, self._prior(), state=state, reset=inputs.reset
         )
-        return o.to(v.dtype), state
 
     def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
         """``importance_spread``: I_max / I_min over a head's elements, mean over the batch."""
