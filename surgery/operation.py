@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from surgery.checkpoint.staging import check_output, staged_directory
+from surgery.checkpoint.files import How, same_file_system
+from surgery.checkpoint.staging import check_output, existing_parent, staged_directory
 from surgery.checkpoint.writing import write_checkpoint
 from surgery.errors import JobError
 from surgery.plan import Measure, Plan, at, inspection_measure, make_plan
@@ -39,15 +40,20 @@ class Events:
     def copied(self, nbytes: int) -> None:
         """So many more bytes of the base's weights are written."""
 
+    def note(self, text: str) -> None:
+        """Something turned out otherwise than was asked for, or was decided on the way."""
+
 
 @dataclass(frozen=True)
 class ApplyReport:
-    """What was done: the plan, where it was written (None: nowhere), and the measured drift (None: not measured)."""
+    """What was done: the plan, where it was written (None: nowhere), the measured drift (None: not measured), and how
+    the base's weight files came there (None: not written)."""
 
     plan: Plan
     output: Path | None
     drift: dict[str, Any] | None
     limit: float | None
+    weights: How | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -55,6 +61,7 @@ class ApplyReport:
             "output": str(self.output) if self.output else None,
             "drift": self.drift,
             "max_drift": self.limit,
+            "weights": self.weights,
         }
 
 
@@ -64,6 +71,7 @@ def apply(
     *,
     drift: DriftKind = "full",
     dry_run: bool = False,
+    link: bool = False,
     device: str = "cpu",
     offline: bool | None = None,
     measure: Measure | None = None,
@@ -75,6 +83,8 @@ def apply(
         output: the directory to write, absent or empty; may be None for a dry run.
         drift: ``full`` compares next-token distributions, ``layerwise`` each swapped mixer, ``skip`` nothing.
         dry_run: plan only; nothing is written.
+        link: let the weight files share the base's bytes on the disk where that is possible, by a reflink or a hard
+            link, and copy them otherwise.
         measure: see :func:`surgery.plan.make_plan`.
 
     Returns:
@@ -102,18 +112,23 @@ def apply(
 
         with at(recipe, ("evaluation", "text")):
             text = windows(plan.base.directory, recipe.evaluation_text, recipe.path.parent)
-    with staged_directory(final, plan.bytes_written) as staging:
+    shared = link and same_file_system(plan.base.directory, existing_parent(final))
+    if link and not shared:
+        events.note(f"--link: {plan.base.directory} lies on another file system than {final}; the weights are copied")
+    with staged_directory(final, plan.bytes_written - shared * plan.base.weight_bytes) as staging:
         events.stage("writing")
         config = plan.adapter.surgery_config(plan.base.config, plan.surgery())
         files = {RECIPE_FILE: recipe.text}
-        write_checkpoint(staging, plan.base, config, plan.added_tensors(), files, events.copied)
+        how = write_checkpoint(staging, plan.base, config, plan.added_tensors(), files, events.copied, shared)
+        if shared and how == "copy":
+            events.note("--link: this file system shares no bytes between files; the weights were copied")
         measured = None
         if text is not None:
             events.stage("loading it back")
             measured = _measure(plan, staging, drift, text, device, events.stage)
             _judge(plan, measured, limit)
         (staging / CARD_FILE).write_text(card(plan, final.name, measured), encoding="utf-8")
-    return ApplyReport(plan, final, measured, limit)
+    return ApplyReport(plan, final, measured, limit, how)
 
 
 def _measure(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.reading import Checkpoint, TensorEntry, check_tensors, open_checkpoint
-from surgery.checkpoint.writing import BLOCK, companions
+from surgery.checkpoint.writing import companions
 from surgery.errors import UsageError
 from surgery.recipe import LayerChoice, Recipe
 
@@ -86,7 +86,7 @@ class Plan:
         Models run one at a time in float32, each beside its file's pages, the activations of one window and a few rows
         of logits in float64.
         """
-        writing = 2 * BLOCK + 2 * self.added_bytes
+        writing = 2 * self.added_bytes
         window = 512 if drift != "skip" else 0
         if self.horizons is not None:
             window = 2048

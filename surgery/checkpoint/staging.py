@@ -35,7 +35,7 @@ def check_output(directory: Path) -> Path:
         raise UsageError(
             f"--output {directory}: is not empty, and nothing is overwritten\n  name a new directory, or empty this one"
         )
-    parent = _existing_parent(directory)
+    parent = existing_parent(directory)
     if not parent.is_dir():
         raise UsageError(f"--output {directory}: {parent} is a file\n  name another directory")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -49,7 +49,7 @@ def check_space(directory: Path, needed: int) -> None:
     Raises:
         JobError: with what is needed and what is free.
     """
-    free = shutil.disk_usage(_existing_parent(directory)).free
+    free = shutil.disk_usage(existing_parent(directory)).free
     if free < needed:
         raise no_space(directory, needed, free)
 
@@ -62,7 +62,8 @@ def no_space(directory: Path, needed: int | None = None, free: int | None = None
     return JobError(f"{directory}: no space left on the disk{figures}\n  free some, or name a directory elsewhere")
 
 
-def _existing_parent(directory: Path) -> Path:
+def existing_parent(directory: Path) -> Path:
+    """The nearest directory above that is there."""
     parent = directory.parent
     while not parent.exists():
         parent = parent.parent

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.files import How, Progress, copy_file, link_file
 from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, Checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-BLOCK = 1 << 24
 
 # what a model needs beside its weights, and what its licence asks to travel along
 COMPANIONS = (
@@ -21,8 +20,6 @@ COMPANIONS = (
     "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json",
     "preprocessor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*",
 )  # fmt: skip
-
-Progress = Callable[[int], None]
 
 
 def companions(directory: Path) -> list[Path]:
@@ -39,16 +36,6 @@ def shard_names(shards: tuple[str, ...], extra: bool) -> dict[str, str]:
     return {name: f"model-{index:05d}-of-{total:05d}.safetensors" for index, name in enumerate(shards, 1)}
 
 
-def copy_file(source: Path, target: Path, progress: Progress | None = None) -> None:
-    """Copy the content of one file, reporting bytes as they go."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while block := reader.read(BLOCK):
-            writer.write(block)
-            if progress is not None:
-                progress(len(block))
-
-
 def write_checkpoint(
     staging: Path,
     base: Checkpoint,
@@ -56,7 +43,8 @@ def write_checkpoint(
     added: Mapping[str, Tensor],
     files: Mapping[str, str] | None = None,
     progress: Progress | None = None,
-) -> None:
+    link: bool = False,
+) -> How:
     """Write the base with ``added`` tensors into an empty directory.
 
     Args:
@@ -66,10 +54,14 @@ def write_checkpoint(
         added: tensors for the extra shard; without any, no shard is added.
         files: further text files by name.
         progress: called with the number of bytes copied since the last call.
+        link: let the weight files share the base's bytes on the disk; see :func:`surgery.checkpoint.files.link_file`.
+
+    Returns:
+        How the weight files were brought over: ``copy`` where one of them had to be copied.
     """
     renamed = shard_names(base.shards, extra=bool(added))
-    for old, new in renamed.items():
-        copy_file(base.directory / old, staging / new, progress)
+    bring = link_file if link else copy_file
+    ways = {bring(base.directory / old, staging / new, progress) for old, new in renamed.items()}
     weight_map = {entry.name: renamed[entry.shard] for entry in base.tensors.values()}
     total = sum(entry.nbytes for entry in base.tensors.values())
     if added:
@@ -93,6 +85,7 @@ def write_checkpoint(
         # newline="" keeps the text as it is, whatever line ends it has
         with (staging / name).open("w", encoding="utf-8", newline="") as file:
             file.write(text)
+    return next(how for how in ("copy", "hard link", "reflink") if how in ways)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -26,6 +26,14 @@ DriftOption = Annotated[
         help="Measure how far the model moved: its whole output, each swapped mixer, or nothing.",
     ),
 ]
+LinkOption = Annotated[
+    bool,
+    typer.Option(
+        "--link",
+        help="Let the base's weight files share their bytes with the new ones (reflinks or hard links) where the disk "
+        "can. Programs that overwrite a hard-linked file in place change both; surgery never does.",
+    ),
+]
 
 
 def apply(
@@ -33,6 +41,7 @@ def apply(
     output: OutputOption = None,
     dry_run: DryRunOption = False,
     drift: DriftOption = "full",
+    link: LinkOption = False,
     settings: SetOption = None,
     offline: OfflineOption = False,
     device: DeviceOption = "auto",
@@ -47,6 +56,7 @@ def apply(
       surgery apply demo-bayesian --dry-run
       surgery apply demo-bayesian --output swapped
       surgery apply mine.yaml --output swapped --set memory.start=paper --drift layerwise
+      surgery apply large.yaml --output swapped --link --drift skip
     """
     from surgery.cli.common import out, pick_device, write_json
     from surgery.errors import UsageError
@@ -67,6 +77,7 @@ def apply(
             output,
             drift=drift,
             dry_run=dry_run,
+            link=link,
             device=pick_device(device),
             offline=True if offline else None,
             events=events,
@@ -78,7 +89,8 @@ def apply(
         out.print("Dry run: nothing was written.")
         return
     print_drift(report)
-    out.print(f"Written: {report.output}")
+    shared = "" if report.weights == "copy" else f" (the base's weights shared by {report.weights})"
+    out.print(f"Written: {report.output}{shared}")
 
 
 class _Progress:
@@ -117,6 +129,9 @@ class _Progress:
 
     def copied(self, nbytes: int) -> None:
         self.progress.advance(self.task, nbytes)
+
+    def note(self, text: str) -> None:
+        self.progress.console.print(text, style="dim", highlight=False, soft_wrap=True)
 
 
 def print_plan(plan: Plan, drift: str) -> None:
