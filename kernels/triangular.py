@@ -21,18 +21,29 @@ def _substitute(lower: Tensor) -> Tensor:
     return inverse
 
 
-def _invert(lower: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right; of blocks below 16 x 16 as a sum, which costs a GPU less than a product of its own would."""
+    if left.shape[-1] >= 16:
+        return left @ right
+    return (left[..., :, :, None] * right[..., None, :, :]).sum(-2)
+
+
+def _invert(lower: Tensor, base: int) -> Tensor:
+    """The inverse from those of the diagonal blocks of ``base``, merged two by two."""
     size = lower.shape[-1]
     flat = lower.reshape(-1, size, size)
-    block = min(_BASE, size)
-    grid = flat.unflatten(2, (-1, block)).unflatten(1, (-1, block))  # [X, n, b, n, b]
-    inverse = _substitute(grid.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))  # [X, n, b, b]
+    block = min(base, size)
+    if block == 1:
+        inverse = torch.ones_like(flat.diagonal(dim1=1, dim2=2))[..., None, None]
+    else:
+        grid = flat.unflatten(2, (-1, block)).unflatten(1, (-1, block))  # [X, n, b, n, b]
+        inverse = _substitute(grid.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2))  # [X, n, b, b]
     # merge neighbours: the lower left block of the pair's inverse is -inverse[1] lower[1, 0] inverse[0]
     while block < size:
         first, second = inverse[:, 0::2], inverse[:, 1::2]
         pairs = flat.unflatten(2, (-1, 2 * block)).unflatten(1, (-1, 2 * block)).diagonal(dim1=1, dim2=3)
         between = pairs.permute(0, 3, 1, 2)[..., block:, :block]
-        corner = -(second @ between @ first)
+        corner = -_product(_product(second, between), first)
         upper = torch.cat((first, torch.zeros_like(first)), -1)
         inverse = torch.cat((upper, torch.cat((corner, second), -1)), -2)
         block *= 2
@@ -43,7 +54,8 @@ class _UnitLowerInverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lower: Tensor) -> Tensor:
         with torch.autocast(lower.device.type, enabled=False):
-            inverse = _invert(lower)
+            # substitution is a sequence of small steps: cheap on a CPU, where a GPU would wait for each
+            inverse = _invert(lower, 1 if lower.is_cuda else _BASE)
         ctx.save_for_backward(inverse)
         return inverse
 
