@@ -21,6 +21,7 @@ from surgery.hosts.fla_mamba2 import FlaMamba2Adapter
 from surgery.hosts.gated_deltanet import GatedDeltaNetAdapter
 from surgery.hosts.granitemoehybrid import GraniteMoeHybridAdapter
 from surgery.hosts.hybrid import HybridAdapter
+from surgery.hosts.kimi_linear import KimiLinearAdapter
 from surgery.hosts.mamba2 import Mamba2Adapter
 from surgery.hosts.mamba_ssm import MambaSSMAdapter
 from surgery.hosts.nemotron_h import NemotronHAdapter
@@ -55,6 +56,7 @@ ADAPTERS: tuple[HostAdapter, ...] = (
     Qwen3_5Adapter(),
     Qwen3_5MoeAdapter(),
     OlmoHybridAdapter(),
+    KimiLinearAdapter(),
     BambaAdapter(),
     GraniteMoeHybridAdapter(),
     Zamba2Adapter(),
@@ -65,7 +67,6 @@ ADAPTERS: tuple[HostAdapter, ...] = (
 # families with a Mamba-2 or delta-rule mixer that are recognised and refused: model type -> why
 REFUSED: dict[str, str] = {
     "mamba": "Mamba-1 decays every state channel on its own; only Mamba-2 is supported",
-    "kimi_linear": "its channel-wise decay is not supported yet",
 }
 
 
@@ -106,8 +107,8 @@ def quantised(config: Mapping[str, Any]) -> str | None:
     method = found.get("quant_method") or "an unnamed method"
     bits = next((bits for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if found.get(key)), found.get("bits"))
     return (
-        f"quantization_config: the weights are quantised ({method}{f', {bits} bits' if bits else ''}), and a swap needs "
-        "them as they were trained: use the model's unquantised checkpoint"
+        f"quantization_config: the weights are quantised ({method}{f', {bits} bits' if bits else ''}), and a swap "
+        "needs them as they were trained: use the model's unquantised checkpoint"
     )
 
 
@@ -118,7 +119,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         UsageError: there is none, or it is no JSON object.
     """
     config = base.read_config(path)
-    if config.get("model_type"):
+    adapter = next((adapter for adapter in ADAPTERS if adapter.claims(config)), None)
+    if adapter is None or type(adapter).completed is HostAdapter.completed:
         return config
     from surgery.checkpoint.reading import open_checkpoint
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import Reader, evaluating
 from surgery.evaluation.text import Tokens, require_context
-from surgery.memory.base import MemoryInputs
+from surgery.memory.base import MemoryGeometry, MemoryInputs
 
 METRICS = ("mean", "log-mean", "median")
 CAP = 2.0**24
@@ -35,7 +35,8 @@ def horizon(log_decay: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerHorizon:
-    """One layer's figures in tokens, over all tokens and heads unless said otherwise.
+    """One layer's figures in tokens, over all tokens and heads (and key channels, where each has a decay of its own)
+    unless said otherwise.
 
     Attributes:
         mean: arithmetic mean of N_t. log_mean: exp of the mean of log N_t. median, p10, p90: quantiles, to 0.3%.
@@ -81,11 +82,17 @@ def check_metric(metric: str) -> None:
 
 
 class HorizonMeter:
-    """Figures of one layer, accumulated over calls in constant memory."""
+    """Figures of one layer, accumulated over calls in constant memory.
 
-    def __init__(self, num_heads: int, device: torch.device | str = "cpu") -> None:
+    Args:
+        num_heads: H. channels: K, where each key channel has a decay of its own; a head's figures are then means over
+            its channels.
+    """
+
+    def __init__(self, num_heads: int, device: torch.device | str = "cpu", channels: int | None = None) -> None:
         self.tokens = 0
-        self._sum = torch.zeros(num_heads, dtype=torch.float64, device=device)
+        shape = (num_heads,) if channels is None else (num_heads, channels)
+        self._sum = torch.zeros(shape, dtype=torch.float64, device=device)
         self._log_sum = torch.zeros_like(self._sum)
         self._decay_sum = torch.zeros_like(self._sum)
         self._alpha = torch.zeros_like(self._sum)
@@ -93,8 +100,9 @@ class HorizonMeter:
         self._bins = torch.zeros(_BINS, dtype=torch.int64, device=device)
 
     def add(self, log_decay: Tensor) -> None:
-        """Count [..., H] log decays."""
-        log_decay = log_decay.detach().double().flatten(0, -2)
+        """Count log decays, [..., H] or [..., H, K]."""
+        log_decay = log_decay.detach().double()
+        log_decay = log_decay.reshape(-1, *self._sum.shape)
         values = horizon(log_decay)
         self.tokens += values.shape[0]
         self._sum += values.sum(0)
@@ -107,7 +115,7 @@ class HorizonMeter:
 
     @property
     def mean_log_decay(self) -> Tensor:
-        """[H] mean of log alpha_t."""
+        """[H] or [H, K], mean of log alpha_t."""
         return self._decay_sum / self.tokens
 
     def quantile(self, share: float) -> float:
@@ -121,8 +129,8 @@ class HorizonMeter:
 
     def result(self, layer: int, *, measured: bool = True, **about: Any) -> LayerHorizon:
         """The figures so far."""
-        heads = self._sum.numel()
-        count = self.tokens * heads
+        count = self.tokens * self._sum.numel()
+        heads = self._sum.shape[0]
         return LayerHorizon(
             layer=layer,
             mean=self._sum.sum().item() / count,
@@ -132,8 +140,8 @@ class HorizonMeter:
             p90=self.quantile(0.9),
             alpha=self._alpha.sum().item() / count,
             capped=self._capped.item() / count,
-            heads=(self._sum / self.tokens).tolist(),
-            heads_log_mean=(self._log_sum / self.tokens).exp().tolist(),
+            heads=(self._sum / self.tokens).view(heads, -1).mean(1).tolist(),
+            heads_log_mean=(self._log_sum / self.tokens).view(heads, -1).mean(1).exp().tolist(),
             tokens=self.tokens if measured else None,
             **about,
         )
@@ -165,7 +173,7 @@ def measure_horizons(
     """
     require_context(tokens, 1)
     device = next(model.parameters()).device
-    meters = {layer: HorizonMeter(mixer.geometry.num_heads, device) for layer, mixer in mixers.items()}
+    meters = {layer: _meter(mixer.geometry, device) for layer, mixer in mixers.items()}
     states: dict[int, Tensor] = {}
 
     def watch(layer: int) -> Callable[..., None]:
@@ -202,12 +210,16 @@ def measure_horizons(
             handle.remove()
 
 
+def _meter(geometry: MemoryGeometry, device: torch.device) -> HorizonMeter:
+    return HorizonMeter(geometry.num_heads, device, geometry.key_dim if geometry.channel_decay else None)
+
+
 def _diagnostics(memory: nn.Module, state: Tensor, log_decay: Tensor) -> dict[str, list[float]]:
     """The memory's own figures of its state, a head; what it predicts for the next token, it predicts at the text's
     mean decay."""
     extra = {}
     if "log_decay" in inspect.signature(memory.diagnostics).parameters:
-        extra["log_decay"] = log_decay.to(state.dtype).expand(state.shape[0], -1)
+        extra["log_decay"] = log_decay.to(state.dtype).expand(state.shape[0], *log_decay.shape)
     return {name: value.double().tolist() for name, value in memory.diagnostics(state, **extra).items()}
 
 
@@ -215,11 +227,12 @@ def static_horizons(log_decay: Mapping[int, Tensor]) -> list[LayerHorizon]:
     """The estimate without data: each head's decay where its input projection gives 0, from A_log and dt_bias.
 
     Args:
-        log_decay: [H] of each layer, as a host adapter's ``static_log_decay`` gives it.
+        log_decay: [H] or [H, K] of each layer, as a host adapter's ``static_log_decay`` gives it.
     """
     figures = []
     for layer in sorted(log_decay):
-        meter = HorizonMeter(log_decay[layer].numel())
+        heads, *channels = log_decay[layer].shape
+        meter = HorizonMeter(heads, channels=channels[0] if channels else None)
         meter.add(log_decay[layer][None])
         figures.append(meter.result(layer, measured=False))
     return figures

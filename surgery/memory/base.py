@@ -27,7 +27,11 @@ class MemoryGeometry:
 
     ``style`` names the host's own rule: ``additive`` (Mamba2: M = a M + dt x k^T) or ``delta`` (Gated DeltaNet:
     the decayed memory is corrected by the error of its prediction). ``negative_eigenvalues`` says that a delta host's
-    write strength reaches 2 rather than 1 (fla's ``allow_neg_eigval``).
+    write strength reaches 2 rather than 1 (fla's ``allow_neg_eigval``), ``channel_decay`` that a delta host decays
+    each key channel on its own (Kimi Delta Attention): a_t is then a diagonal matrix on the key side.
+
+    Raises:
+        ValueError: an additive host with a decay for each key channel.
     """
 
     style: HostStyle
@@ -37,6 +41,11 @@ class MemoryGeometry:
     key_dim: int  # K
     value_dim: int  # V
     negative_eigenvalues: bool = False
+    channel_decay: bool = False
+
+    def __post_init__(self) -> None:
+        if self.channel_decay and self.style != "delta":
+            raise ValueError("channel_decay: only delta hosts decay each key channel on its own")
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class MemoryInputs:
     Attributes:
         hidden: [B, T, D], the mixer's input, from which a rule may project gates of its own.
         q, k: [B, T, G, K]. v: [B, T, H, V], before the write strength is applied.
-        log_decay: [B, T, H] float32, g = log a <= 0.
+        log_decay: [B, T, H] float32, g = log a <= 0; [B, T, H, K] where the geometry has ``channel_decay``.
         write: [B, T, H] float32, the write strength: dt on an additive host (the write is dt v k^T), eta on a delta
             host.
         mask: [B, T] bool or None, False on padding. Padding leaves the state exactly as it was.
@@ -74,7 +83,7 @@ class MemoryInputs:
             self,
             k=self.k * vector.to(self.k.dtype),
             v=self.v * vector.to(self.v.dtype),
-            log_decay=self.log_decay.masked_fill(~token, 0.0),
+            log_decay=self.log_decay.masked_fill(~(vector if self.log_decay.ndim == 4 else token), 0.0),
             write=self.write.masked_fill(~token, 0.0),
         )
 
@@ -115,7 +124,7 @@ class MemoryRule(nn.Module):
     def compiles(self, device: torch.device) -> bool:
         """Whether torch.compile is to look into :meth:`forward` on ``device``: where its kernels are single operators,
         and not loops over chunks, which would take minutes to compile."""
-        return dispatch.picked(self.rule, device) == "triton"
+        return not self.geometry.channel_decay and dispatch.picked(self.rule, device) == "triton"
 
     def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
         """Figures a packed state shows, each [H] float32; none for a rule that carries the host's state alone."""

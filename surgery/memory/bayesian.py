@@ -20,7 +20,8 @@ SMALLEST_STRENGTH = 1e-12
 
 
 class _Scalars(NamedTuple):
-    """The lowered recurrence's scalars, [B, T, L] for L = H Gn memories, and x and p0 [L]."""
+    """The lowered recurrence's scalars, [B, T, L] for L = H Gn memories, and x [L]; the first three are [B, T, L, K]
+    where the host decays each key channel on its own."""
 
     decay: Tensor
     cov_decay_sqrt: Tensor
@@ -53,6 +54,9 @@ class Bayesian(MemoryRule):
     Source: "Memory by Design: Probabilistic Sequence Layers", Proposition 1 (rho = 1, constant noise, c_t = a_t^2). The
     retention, the restoring noise and the additive form are this project's.
 
+    Where the host decays each key channel on its own, a_t and c_t are diagonal matrices: Pbar_t = d rho a_t P a_t +
+    diag(n_t), and restoring noise is nu (I - d rho a_t^2); the paper's diag(a) P diag(a) at rho = 1.
+
     Noise. ``restoring``: n_t = nu (1 - c_t) and p0 = nu, so that forgetting returns P to its prior and P <= nu I.
     ``constant``, the paper's: n_t = l2 and a p0 of its own.
 
@@ -66,7 +70,8 @@ class Bayesian(MemoryRule):
         log_lambda [L]: additive. Acts as d lambda; starts at -log K, so that lambda |k|^2 is about 1 for keys with
             entries of unit size (this project's choice).
 
-    State: the mean beside the covariance, [B, L, K, V / Gn + K]; with constant noise one column more, filled with s.
+    State: the mean beside the covariance, [B, L, K, V / Gn + K]; with constant noise one column more, filled with s
+    (its diagonal, where a host decays by channel).
 
     Args:
         noise: ``restoring`` or ``constant``.
@@ -144,9 +149,11 @@ class Bayesian(MemoryRule):
         if self.noise == "constant":
             if state is None:
                 unobserved = self._prior(dtype).expand(v.shape[0], -1)
+                if self.geometry.channel_decay:
+                    unobserved = unobserved[..., None].expand(-1, -1, k.shape[-1])
             else:
-                state, column = state[..., :-1], state[..., -1]
-                unobserved = column[..., 0].to(dtype)
+                state, column = state[..., :-1], state[..., -1].to(dtype)
+                unobserved = column if self.geometry.channel_decay else column[..., 0]
         scalars, unobserved = self._lower(masked, unobserved, dtype)
         if self.geometry.style == "additive":
             v = v * masked.write[..., None]
@@ -155,7 +162,8 @@ class Bayesian(MemoryRule):
             state=state, initial_covariance=self._prior(dtype), unit_gain=not self.geometry.negative_eigenvalues,
         )
         if unobserved is not None:
-            column = unobserved[..., None, None].expand(*state.shape[:-1], 1)
+            column = unobserved if self.geometry.channel_decay else unobserved[..., None]
+            column = column[..., None].expand(*state.shape[:-1], 1)
             state = torch.cat((state, column.to(state.dtype)), dim=-1)
         return o.reshape(inputs.v.shape).to(inputs.v.dtype), state
 
@@ -164,50 +172,59 @@ class Bayesian(MemoryRule):
         smallest eigenvalue, mean over the batch and a head's groups.
 
         Args:
-            log_decay: [B, H], the next token's; None for a token that forgets nothing.
+            log_decay: [B, H] or, decaying by channel, [B, H, K], the next token's; None for a token that forgets
+                nothing.
         """
         dtype = state.dtype
         start = self._value_dim
         covariance = state[..., start : start + self.geometry.key_dim]
-        g = state.new_zeros(state.shape[0], self.geometry.num_heads) if log_decay is None else log_decay.to(dtype)
+        shape = (self.geometry.num_heads, *([self.geometry.key_dim] if self.geometry.channel_decay else []))
+        g = state.new_zeros(state.shape[0], *shape) if log_decay is None else log_decay.to(dtype)
         _, c_sqrt, noise = self._prediction(g, dtype)
-        values = c_sqrt.square()[..., None] * torch.linalg.eigvalsh(covariance) + noise[..., None]
+        if self.geometry.channel_decay:
+            predicted = c_sqrt[..., :, None] * covariance * c_sqrt[..., None, :] + torch.diag_embed(noise)
+            values = torch.linalg.eigvalsh(predicted)
+        else:
+            values = c_sqrt.square()[..., None] * torch.linalg.eigvalsh(covariance) + noise[..., None]
         smallest = values[..., 0].clamp(min=torch.finfo(dtype).tiny)
         condition = (values[..., -1] / smallest).unflatten(1, (-1, self.noise_groups))
         return {"covariance_condition": condition.mean((0, 2)).float()}
 
     def _prediction(self, g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """a, sqrt c and n, each [..., L], for log decays [..., H]."""
-        g = self._spread(g.to(dtype))
+        """a, sqrt c and n, each [..., L], for log decays [..., H]; with K as their last dimension where the host decays
+        by channel."""
+        g = self._spread(g.to(dtype), -2 if self.geometry.channel_decay else -1)
         rho = self.dose.to(dtype) * self.retention
         decay = g.exp()
         c_sqrt = rho.sqrt() * decay
         if self.noise == "restoring":
             # 1 - c, with its digits where a is near 1
-            noise = self._prior(dtype) * ((1 - rho) - rho * torch.expm1(2 * g))
+            noise = self._over_decays(self._prior(dtype)) * ((1 - rho) - rho * torch.expm1(2 * g))
         else:
-            noise = self._dosed("log_l2", dtype).expand_as(g)
+            noise = self._over_decays(self._dosed("log_l2", dtype)).expand_as(g)
         return decay, c_sqrt, noise
 
     def _lower(self, inputs: MemoryInputs, unobserved: Tensor | None, dtype: torch.dtype) -> tuple[_Scalars, Tensor]:
         """The scalars of the lowered recurrence, and s after the last token [B, L] (None where it is not carried).
 
         Args:
-            inputs: masked, so with zero keys and values on padding. unobserved: [B, L], s before the first token.
+            inputs: masked, so with zero keys and values on padding. unobserved: [B, L], s before the first token; or
+                [B, L, K], decaying by channel.
         """
         decay, c_sqrt, noise = self._prediction(inputs.log_decay, dtype)
         write = inputs.write.to(dtype)
         prior = self._prior(dtype)
         if inputs.mask is not None:
             padding = ~inputs.mask[..., None]
-            c_sqrt, noise = c_sqrt.masked_fill(padding, 1.0), noise.masked_fill(padding, 0.0)
             write = write.masked_fill(padding, 1.0)
+            padding = self._over_decays(padding)
+            c_sqrt, noise = c_sqrt.masked_fill(padding, 1.0), noise.masked_fill(padding, 0.0)
         if inputs.reset is not None:
-            first = inputs.reset[..., None]
-            noise = torch.where(first, c_sqrt.square() * prior + noise, noise)
+            first = self._over_decays(inputs.reset[..., None])
+            noise = torch.where(first, c_sqrt.square() * self._over_decays(prior) + noise, noise)
             decay, c_sqrt = decay.masked_fill(first, 0.0), c_sqrt.masked_fill(first, 0.0)
         if unobserved is None:
-            variance = prior.expand_as(noise)
+            variance = self._over_decays(prior).expand_as(noise)
         else:
             variance = _affine_scan(c_sqrt.square(), noise, unobserved)
             unobserved = variance[:, -1]
@@ -221,7 +238,10 @@ class Bayesian(MemoryRule):
             ones = torch.ones_like(noise)
             return _Scalars(decay, c_sqrt, noise, precision, ones, shrink, shrink, strength), unobserved
         eta = self._spread(write).clamp(min=SMALLEST_STRENGTH)
-        observation = torch.maximum((1 / eta - square).clamp(min=0), NOISE_FLOOR * variance - noise)
+        floor = NOISE_FLOOR * variance - noise
+        if self.geometry.channel_decay:
+            floor = floor.amax(-1)
+        observation = torch.maximum((1 / eta - square).clamp(min=0), floor)
         omega = (eta * square).clamp(min=1)
         # a host with eta <= 1 passes 1 by the rounding of its keys alone, and theta leaves 1 by the square of that
         theta = (omega * (2 - omega)).clamp(min=0) if self.geometry.negative_eigenvalues else torch.ones_like(omega)
@@ -238,9 +258,13 @@ class Bayesian(MemoryRule):
         """p0 [L], which is nu for restoring noise."""
         return self._dosed("log_nu" if self.noise == "restoring" else "log_p0", dtype)
 
-    def _spread(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., L]: a head's scalars for each of its noise groups."""
-        return x if self.noise_groups == 1 else x.repeat_interleave(self.noise_groups, dim=-1)
+    def _spread(self, x: Tensor, dim: int = -1) -> Tensor:
+        """H -> L along ``dim``: a head's scalars for each of its noise groups."""
+        return x if self.noise_groups == 1 else x.repeat_interleave(self.noise_groups, dim=dim)
+
+    def _over_decays(self, x: Tensor) -> Tensor:
+        """[..., L] in a shape that stands beside decays: [..., L, 1] where there is one for each key channel."""
+        return x[..., None] if self.geometry.channel_decay else x
 
     def _float32_tensors(self):
         yield from super()._float32_tensors()
@@ -249,7 +273,7 @@ class Bayesian(MemoryRule):
 
 
 def _affine_scan(factor: Tensor, term: Tensor, start: Tensor) -> Tensor:
-    """s_t = factor_t s_{t-1} + term_t along dimension 1 of [B, T, L], from s_0 = start [B, L]; log2(T) steps."""
+    """s_t = factor_t s_{t-1} + term_t along dimension 1 of [B, T, ...], from s_0 = start [B, ...]; log2(T) steps."""
     term = torch.cat((term[:, :1] + factor[:, :1] * start[:, None], term[:, 1:]), dim=1)
     shift = 1
     while shift < factor.shape[1]:

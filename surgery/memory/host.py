@@ -35,7 +35,7 @@ class HostMemory(MemoryRule):
         self.dose.fill_(0.0 if start == "exact" else 1.0)
 
     def compiles(self, device: torch.device) -> bool:
-        return True
+        return not self.geometry.channel_decay
 
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         inputs = inputs.masked()

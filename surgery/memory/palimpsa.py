@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from surgery.errors import UsageError
 from surgery.kernels import dispatch
 
 from .base import MemoryGeometry, MemoryInputs, MemoryRule
+
+CHANNELS = 8  # key channels run at once where each has a decay of its own; the working memory grows with it
 
 
 class Palimpsa(MemoryRule):
@@ -32,6 +36,9 @@ class Palimpsa(MemoryRule):
             so that the gate starts near 1/2 everywhere. These two follow the module's dtype; the others stay float32.
         b_scale [H]: uniform in the option ``b_scale``, the authors' start for fine-tuning.
         Ip_log [H]: log I0, 0 (a prior precision of one); a buffer unless ``learn_prior``, as in the authors' training.
+
+    Every element of M and E has a history of its own, so a decay for each key channel needs no other rule, only more
+    work: a layer is run a few channels at a time.
 
     State: M beside E, [B, 2, H, V, K].
 
@@ -100,7 +107,8 @@ class Palimpsa(MemoryRule):
         strength = self.dose * F.softplus(self.b_scale)
         # the write strength is float32, which would make half precision values float32, and the kernels slow
         written, b = (x.to(v.dtype) for x in (v * write, gate * strength[:, None] * write))
-        return dispatch.palimpsa(
+        rule = _by_channel if self.geometry.channel_decay else dispatch.palimpsa
+        return rule(
             inputs.q, inputs.k, written, b, inputs.log_decay, self._prior(), state=state, reset=inputs.reset
         )
 
@@ -116,6 +124,55 @@ class Palimpsa(MemoryRule):
         yield from super()._float32_tensors()
         yield "b_scale", self.b_scale
         yield "Ip_log", self.Ip_log
+
+
+def _by_channel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    prior: Tensor,
+    *,
+    state: Tensor | None,
+    reset: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Palimpsa with decays [B, T, H, K]: each key channel is a head of key width 1, and their outputs add up."""
+    heads, key_dim = log_decay.shape[-2:]
+    q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
+    total, states = 0.0, []
+    for start in range(0, key_dim, CHANNELS):
+        here = slice(start, min(start + CHANNELS, key_dim))
+        before = None if state is None else state[..., here]
+        run = partial(_channels, q[..., here], k[..., here], v, b, log_decay[..., here], prior, before, reset)
+        # kept for the backward pass, the channels' outputs would be K times the layer's
+        o, after = checkpoint(run, use_reentrant=False) if torch.is_grad_enabled() else run()
+        total = total + o
+        states.append(after)
+    return total.to(v.dtype), torch.cat(states, dim=-1)
+
+
+def _channels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    prior: Tensor,
+    state: Tensor | None,
+    reset: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs, added up in float32, and state of some channels: q, k, log_decay [B, T, H, J], state [B, 2, H, V, J]."""
+    share = q.shape[-1]
+    q, k = (x.flatten(2)[..., None] for x in (q, k))
+    v, b = (x.repeat_interleave(share, dim=2) for x in (v, b))
+    if state is not None:
+        state = state.movedim(-1, 3).flatten(2, 3)[..., None]
+    o, state = dispatch.palimpsa(
+        q, k, v, b, log_decay.flatten(2), prior.repeat_interleave(share), state=state, reset=reset
+    )
+    o = o.unflatten(2, (-1, share)).sum(3, dtype=torch.promote_types(o.dtype, torch.float32))
+    return o, state[..., 0].unflatten(2, (-1, share)).movedim(3, -1)
 
 
 def _is_range(value: object) -> bool:

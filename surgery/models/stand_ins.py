@@ -19,6 +19,7 @@ HYBRIDS: dict[str, tuple[str, str]] = {
     "surgery_qwen3_5": ("qwen3_5", "Qwen3_5"),
     "surgery_qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5Moe"),
     "surgery_olmo_hybrid": ("olmo_hybrid", "OlmoHybrid"),
+    "surgery_kimi_linear": ("kimi_linear", "KimiLinear"),
     "surgery_granitemoehybrid": ("granitemoehybrid", "GraniteMoeHybrid"),
     "surgery_zamba2": ("zamba2", "Zamba2"),
     "surgery_falcon_h1": ("falcon_h1", "FalconH1"),

@@ -25,6 +25,10 @@ def same_name(name: str) -> str:
     return name
 
 
+def whole(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass(frozen=True)
 class Case:
     """One shape of one family.
@@ -41,6 +45,7 @@ class Case:
         layers: the layers that hold a mixer. swapped: two or so of them.
         exact: the rules whose dose 0 is this host's own rule.
         upstream_name: the upstream model's name of a parameter that the graft model calls so.
+        part: the part of that parameter (or its gradient) which the graft model has under this name.
         tolerance: of logits, relative in norm. gradient_tolerance: of each parameter's gradient, likewise.
         masks: whether upstream's forward reads ``attention_mask``.
         learnt: whether gradients are compared.
@@ -54,6 +59,7 @@ class Case:
     swapped: tuple[int, ...]
     exact: frozenset[str] = frozenset({"host", "palimpsa", "bayesian"})
     upstream_name: Callable[[str], str] = same_name
+    part: Callable[[str, Tensor], Tensor] = whole
     tolerance: float = 1e-5
     gradient_tolerance: float = 1e-4
     masks: bool = True

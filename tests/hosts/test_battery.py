@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
@@ -121,7 +120,7 @@ def test_gradients_equal_upstream(case, model, upstream, text):
         expected = theirs[case.upstream_name(name)].grad
         if parameter.grad is None and expected is None:
             continue
-        assert apart(parameter.grad, expected) < case.gradient_tolerance, name
+        assert apart(parameter.grad, case.part(name, expected)) < case.gradient_tolerance, name
         compared += 1
     assert compared >= 8 * len(case.layers)
 
@@ -153,6 +152,8 @@ def test_inspect_measures_what_the_tensors_give(case, case_base, adapter, model)
         with torch.no_grad():
             decay = case.log_decay(read, taken[figure.layer])
         expected = horizon(decay[0]).mean(0)
+        if expected.ndim == 2:  # a decay for each key channel
+            expected = expected.mean(-1)
         assert apart(torch.tensor(figure.heads), expected) < 1e-4
         assert abs(figure.alpha - decay.double().exp().mean().item()) < 1e-6
 
@@ -168,7 +169,7 @@ def test_apply_at_dose_zero(case, case_base, recipe, rule, tmp_path, text):
         assert report.plan.reason and report.drift["kl"] > 1e-6
     before, after = raw_tensors(case_base), raw_tensors(out)
     assert {name: after[name] for name in before} == before
-    config = json.loads((out / "config.json").read_text())
+    config = hosts.read_config(out)
     adapter = hosts.adapter_for(config)
     assert config["model_type"] == adapter.model_types[1] != adapter.model_types[0]
     prefixes = tuple(adapter.tensor_prefix(config, layer) + "memory." for layer in case.swapped)
@@ -236,8 +237,10 @@ def test_a_reload_is_bit_exact(case, case_base, model, tmp_path, text):
     """A base loaded, saved and loaded again, in its own layout: the same tensors under the same names."""
     model.save_pretrained(tmp_path / "again")
     before, after = raw_tensors(case_base), raw_tensors(tmp_path / "again")
-    ties = hosts.adapter_for(hosts.read_config(case_base)).ties(hosts.read_config(case_base))
-    assert before.keys() - after.keys() <= ties.keys()
+    config = hosts.read_config(case_base)
+    adapter = hosts.adapter_for(config)
+    lost = {name for name in before.keys() - after.keys() if not adapter.is_unused(name)}
+    assert lost <= adapter.ties(config).keys()
     for name in after.keys() & before.keys():
         assert after[name][1] == before[name][1] and after[name][2] == before[name][2], name
     again = hosts.load_model(tmp_path / "again", dtype=torch.float32)
