@@ -63,22 +63,24 @@ def delta_in(
     groups, key_dim = k.shape[2:]
     chunk = chunk_length(tokens)
     decays = chunk_decays(log_decay, reset, chunk, dtype)
-    # keys keep their G heads: the products below take all value heads of a group (r) at once
-    q, k, v = (split(x.to(operands), chunk) for x in (q, k, v))  # [B, N, C, G, K], [B, N, C, H, V]
+    # keys keep their G heads: the products below take all value heads of a group (r) at once. Each use rounds for
+    # itself, which loses nothing forward and lets the gradients of all uses add up in float32
+    q, k = (split(x.to(dtype), chunk) for x in (q, k))  # [B, N, C, G, K]
+    v = split(v.to(operands), chunk)  # [B, N, C, H, V]
     queries, keys = q.transpose(2, 3), k.transpose(2, 3)  # [B, N, G, C, K]
     step = split(beta.to(dtype), chunk).transpose(2, 3)  # [B, N, H, C]
 
     per_group = (groups, heads // groups)
     within = decays.within.unflatten(2, per_group)
     # the system is solved for in float32, whatever the other products' operands are
-    overlaps = product("bngsk,bngtk->bngst", keys.to(dtype), keys.to(dtype))
+    overlaps = product("bngsk,bngtk->bngst", keys, keys)
     coupling = (within * overlaps[:, :, :, None]).flatten(2, 3).mT.tril(-1)
     solve = unit_lower_inverse(step[..., None] * coupling) * step[..., None, :]  # T
     memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=v.device) if state is None else state
     met, corrections, memory = delta_states(
-        solve.to(operands), v, k, decays.from_start, decays.to_end, decays.whole, memory.to(dtype)
+        solve.to(operands), v, k.to(operands), decays.from_start, decays.to_end, decays.whole, memory.to(dtype)
     )
-    before = product("bngck,bngrkv->bngrcv", queries, met.unflatten(2, per_group)).flatten(2, 3)
+    before = product("bngck,bngrkv->bngrcv", queries.to(operands), met.unflatten(2, per_group)).flatten(2, 3)
     overlaps = product("bngsk,bngtk->bngst", keys, queries)
     scores = (within * overlaps[:, :, :, None]).flatten(2, 3).to(operands)
     o = product("bnhst,bnhsv->bnhtv", scores, corrections) + decays.from_start[..., None] * before

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from surgery.kernels.delta.chunked import delta as chunked
 from surgery.kernels.delta.reference import delta as reference
-from surgery.kernels.triangular import unit_lower_inverse
+from surgery.kernels.triangular import _invert, unit_lower_inverse
 
 FORMS = pytest.mark.parametrize("form", [reference, chunked], ids=["reference", "chunked"])
 
@@ -105,6 +105,18 @@ def test_flash_linear_attention(rule, form):
     found, gradients, _ = rule.gradients(form, arguments, weights)
     for a, b in zip((*found, *gradients.values()), (*expected, *expected_gradients.values()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", [1, 16])
+@pytest.mark.parametrize("scale", [0.1, 3.0])
+def test_inverse_from_blocks(base, scale):
+    """A GPU starts from single entries; both starts hold where powers of the matrix would not."""
+    lower = (scale * torch.randn(3, 64, 64, dtype=torch.float64)).tril(-1) / 8
+    identity = torch.eye(64, dtype=torch.float64)
+    torch.testing.assert_close((identity + lower) @ _invert(lower, base), identity.expand(3, -1, -1))
+    ones = torch.ones(1, 32, 32, dtype=torch.float64).tril(-1)
+    expected = torch.linalg.inv(torch.eye(32, dtype=torch.float64) + ones)
+    torch.testing.assert_close(_invert(ones, base), expected)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])

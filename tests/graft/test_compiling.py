@@ -1,0 +1,104 @@
+"""Compiled mixers compute what they compute otherwise, and only where they are asked to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from surgery.errors import UsageError
+from surgery.graft import GatedDeltaGraft, Mamba2Graft, compiling
+from surgery.memory import MemoryGeometry, create
+
+GRAFTS = {"additive": Mamba2Graft, "delta": GatedDeltaGraft}
+
+
+def make(style: str, rule: str = "host"):
+    return GRAFTS[style](create(rule, MemoryGeometry(style, 24, 4, 2, 8, 12)))
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """torch.compile without a code generator, which counts the graphs that it is given."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: original(function, backend=backend, **options))
+    compiling.compiled.cache_clear()
+    torch.compiler.reset()
+    yield graphs
+    compiling.compiled.cache_clear()
+    torch.compiler.reset()
+
+
+def gradients(graft, hidden, reset, mask=None):
+    hidden = hidden.clone().requires_grad_()
+    out = graft(hidden, None, mask, reset)
+    parameters = [parameter for parameter in graft.parameters() if parameter.requires_grad]
+    return out, *torch.autograd.grad(out.square().sum(), [hidden, *parameters])
+
+
+@pytest.mark.parametrize("style", GRAFTS)
+def test_compiled_equals_eager(compilations, style):
+    layers = [make(style) for _ in range(3)]
+    hidden, reset = torch.randn(2, 37, 24), torch.rand(2, 37) < 0.1
+    mask = torch.ones(2, 37, dtype=torch.bool)
+    mask[1, :5] = False
+    for graft in layers:
+        for options in ((reset, None), (None, mask)):
+            expected = gradients(graft, hidden, *options)
+            with compiling.compiled_mixers():
+                found = gradients(graft, hidden, *options)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other)
+    # all layers share a compilation for packed and one for padded batches, each in one piece
+    assert len(compilations) == 2
+
+
+def test_what_is_not_compiled(compilations):
+    hidden = torch.randn(1, 9, 24)
+    graft = make("additive")
+    graft(hidden)
+    with compiling.compiled_mixers():
+        with compiling.compiled_mixers(False):
+            graft(hidden)
+        graft(hidden[:, :1])
+        make("additive", "palimpsa")(hidden)  # its form on a CPU is a loop
+        seen = []
+        handle = graft.memory.register_forward_hook(lambda *_: seen.append(True))
+        graft(hidden)
+        handle.remove()
+        assert seen and not compilations
+        graft(hidden)
+    assert len(compilations) == 1
+
+
+def test_where_training_compiles(monkeypatch):
+    monkeypatch.delenv("SURGERY_COMPILE", raising=False)
+    assert compiling.wanted("cuda") and not compiling.wanted("cpu")
+    monkeypatch.setenv("SURGERY_COMPILE", "0")
+    assert not compiling.wanted("cuda")
+    monkeypatch.setenv("SURGERY_COMPILE", "yes")
+    with pytest.raises(UsageError, match="SURGERY_COMPILE=yes: choose 0 or 1"):
+        compiling.wanted("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["host", "palimpsa"])
+def test_compiled_on_a_gpu(rule):
+    """Inductor's kernels under bfloat16 autocast, each against the float32 mixer on the same inputs."""
+    torch.manual_seed(0)
+    graft = make("additive", rule).cuda()
+    graft.memory.dose.fill_(1.0)
+    hidden, reset = torch.randn(2, 333, 24, device="cuda"), torch.rand(2, 333, device="cuda") < 0.02
+    expected = gradients(graft, hidden, reset)
+    with torch.autocast("cuda", torch.bfloat16):
+        eager = gradients(graft, hidden, reset)
+        with compiling.compiled_mixers():
+            found = gradients(graft, hidden, reset)
+    for one, two, exact in zip(found, eager, expected, strict=True):
+        error = (one - exact).norm() / exact.norm()
+        assert error < 3e-2 and error < 1.5 * (two - exact).norm() / exact.norm() + 1e-3
