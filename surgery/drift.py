@@ -1,6 +1,7 @@
 """How far a swapped model stands from its base, on text, in float32.
 
-Both ways load one model at a time: the base is run first and only what is compared later is kept of it.
+The whole output is compared with one model in memory at a time: the base is run first and only what its head reads is
+kept of it. Single mixers are compared with no model in memory.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 512
 TOKENS = 4096
+HEAD_ROWS = 512  # tokens whose logits exist at once, in the model's dtype
 ROWS = 64  # tokens whose two full distributions exist at once, in float64
 
 Progress = Callable[[str], Any]  # called with what starts now
@@ -94,57 +97,87 @@ def measure_drift(
     text: tuple[str, Tensor],
     *,
     device: str = "cpu",
+    streamed: bool = False,
     progress: Progress | None = None,
 ) -> Drift:
     """Run base and swapped model on the same windows and compare their distributions.
 
     Args:
         text: from :func:`windows`.
+        streamed: read each block from the disk when it runs, where the models do not fit into memory.
 
     Raises:
         JobError: a model cannot be loaded, or gives logits that are not finite.
     """
     from surgery.hosts import read_config
+    from surgery.hosts.streaming import load_streamed
 
     say = progress or (lambda _: None)
+    load = partial(load_streamed, adapter) if streamed else adapter.load
     name, ids = text
     say("running the base")
-    model = adapter.load(base, dtype=torch.float32, device=device)
+    model = load(base, dtype=torch.float32, device=device)
     before = _hidden(model, ids, device)
     del model
     say("running the swapped model")
-    model = adapter.load(swapped, dtype=torch.float32, device=device)
-    scale = adapter.logit_scale(read_config(swapped))
+    model = load(swapped, dtype=torch.float32, device=device)
     after = _hidden(model, ids, device)
-    targets = ids[:, 1:].flatten()
-    before, after = before[:, :-1].flatten(0, 1), after[:, :-1].flatten(0, 1)
-    kl, losses, base_losses, largest = [], [], [], 0.0
     say("comparing")
     with evaluating(model):
-        for start in range(0, targets.numel(), ROWS):
-            rows = slice(start, start + ROWS)
-            old, new = (_logits(model, part[rows].to(device), scale) for part in (before, after))
-            largest = max(largest, float((old - new).abs().max()))
-            old, new = old.log_softmax(-1), new.log_softmax(-1)
-            kl.append((old.exp() * (old - new)).sum(-1).cpu())
-            target = targets[rows, None].to(device)
-            base_losses.append(-old.gather(-1, target).cpu())
-            losses.append(-new.gather(-1, target).cpu())
-    kl = torch.cat(kl)
-    loss, base_loss = (float(torch.cat(parts).mean()) for parts in (losses, base_losses))
-    if not math.isfinite(largest) or not math.isfinite(float(kl.sum())):
+        logits = head_of(model, adapter.logit_scale(read_config(swapped)), device)
+        found = compare(logits, before[:, :-1].flatten(0, 1), after[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    if not math.isfinite(found.largest) or not math.isfinite(float(found.kl.sum())):
         raise JobError(f"{swapped.name}: logits that are not finite\n  the base's weights may be damaged")
+    loss, base_loss = float(found.loss.mean()), float(found.base_loss.mean())
     return Drift(
         text=name,
-        tokens=targets.numel(),
+        tokens=found.kl.numel(),
         context=ids.shape[1],
-        kl=float(kl.mean()),
-        kl_max=float(kl.max()),
-        max_logit_difference=largest,
+        kl=float(found.kl.mean()),
+        kl_max=float(found.kl.max()),
+        max_logit_difference=found.largest,
         perplexity=math.exp(loss),
         base_perplexity=math.exp(base_loss),
         perplexity_ratio=math.exp(loss - base_loss),
     )
+
+
+class Comparison(NamedTuple):
+    """Token by token, float64: KL(base || other) [N], next-token losses [N] of other and base, all in nats; and the
+    largest difference of logits."""
+
+    kl: Tensor
+    loss: Tensor
+    base_loss: Tensor
+    largest: float
+
+
+def compare(logits: Callable[[Tensor], Tensor], before: Tensor, after: Tensor, targets: Tensor) -> Comparison:
+    """Two models that share a head, by what their heads read.
+
+    Args:
+        logits: the head, from [n, D] on any device to [n, vocabulary]; see :func:`head_of`.
+        before, after: [N, D], the base's and the other's. targets: [N], the tokens that follow.
+    """
+    kl, losses, base_losses, largest = [], [], [], 0.0
+    for start in range(0, targets.numel(), HEAD_ROWS):
+        part = slice(start, start + HEAD_ROWS)
+        pair = logits(before[part]), logits(after[part])
+        for row in range(0, len(pair[0]), ROWS):
+            old, new = (side[row : row + ROWS].double() for side in pair)
+            largest = max(largest, float((old - new).abs().max()))
+            old, new = old.log_softmax(-1), new.log_softmax(-1)
+            kl.append((old.exp() * (old - new)).sum(-1).cpu())
+            target = targets[part][row : row + ROWS, None].to(old.device)
+            base_losses.append(-old.gather(-1, target)[:, 0].cpu())
+            losses.append(-new.gather(-1, target)[:, 0].cpu())
+    return Comparison(torch.cat(kl), torch.cat(losses), torch.cat(base_losses), largest)
+
+
+def head_of(model: nn.Module, scale: float, device: str | torch.device) -> Callable[[Tensor], Tensor]:
+    """What makes logits of a model's last hidden states; they are its logits already where it has no plain head."""
+    head = Reader(model).head
+    return lambda hidden: hidden.to(device) if head is None else head(hidden.to(device)) * scale
 
 
 def measure_layers(
@@ -157,31 +190,44 @@ def measure_layers(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> LayerDrift:
-    """Run the base once, then each swapped mixer on what the base's mixer of its layer read.
+    """Run the base block by block, and each swapped mixer on what the base's mixer of its layer reads.
+
+    Both models stay on the disk but for the block that runs and its swapped mixer, and nothing is kept but sums.
 
     Raises:
         JobError: a model cannot be loaded, or gives outputs that are not finite.
     """
+    from surgery.hosts.streaming import load_streamed
+
     say = progress or (lambda _: None)
     name, ids = text
-    say("running the base")
-    model = adapter.load(base, dtype=torch.float32, device=device)
-    taken = _watch(adapter.mixers(model), layers, model, ids, device)
-    del model
-    say("running the swapped mixers")
-    model = adapter.load(swapped, dtype=torch.float32, device=device)
-    mixers = adapter.mixers(model)
-    errors = {}
-    with evaluating(model):
-        for layer in layers:
-            wrong = right = 0.0
-            for read, given in taken[layer]:
-                answer = mixers[layer](read.to(device)).cpu().double()
-                wrong += float((answer - given.double()).square().sum())
-                right += float(given.double().square().sum())
-            errors[layer] = math.sqrt(wrong / right) if right else math.sqrt(wrong)
-            if not math.isfinite(errors[layer]):
-                raise JobError(f"layer {layer}: outputs that are not finite\n  the base's weights may be damaged")
+    model = load_streamed(adapter, base, dtype=torch.float32, device=device)
+    other = load_streamed(adapter, swapped, dtype=torch.float32, device=device, unit="mixer")
+    mixers, others = adapter.mixers(model), adapter.mixers(other)
+    wrong, right = dict.fromkeys(layers, 0.0), dict.fromkeys(layers, 0.0)
+
+    def hook(layer: int) -> Callable[..., None]:
+        def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            read = args[0] if args else kwargs["hidden_states"]
+            given = (output[0] if isinstance(output, tuple) else output).double()
+            answer = others[layer](read)
+            answer = (answer[0] if isinstance(answer, tuple) else answer).double()
+            wrong[layer] += float((answer - given).square().sum())
+            right[layer] += float(given.square().sum())
+
+        return run
+
+    for layer in layers:
+        mixers[layer].register_forward_hook(hook(layer), with_kwargs=True)
+    reader = Reader(model)
+    with evaluating(model), evaluating(other):
+        for number, row in enumerate(ids, 1):
+            say(f"running the base and the swapped mixers, window {number} of {len(ids)}")
+            reader.read(row[None].to(device), carry=False)
+    errors = {layer: math.sqrt(wrong[layer] / (right[layer] or 1.0)) for layer in layers}
+    for layer, error in errors.items():
+        if not math.isfinite(error):
+            raise JobError(f"layer {layer}: outputs that are not finite\n  the base's weights may be damaged")
     return LayerDrift(text=name, tokens=ids.numel(), context=ids.shape[1], relative_error=errors)
 
 
@@ -190,31 +236,3 @@ def _hidden(model: nn.Module, ids: Tensor, device: str) -> Tensor:
     reader = Reader(model)
     with evaluating(model):
         return torch.cat([reader.read(row[None].to(device), carry=False).float().cpu() for row in ids])
-
-
-def _logits(model: nn.Module, hidden: Tensor, scale: float) -> Tensor:
-    head = Reader(model).head
-    return (hidden if head is None else head(hidden) * scale).double()
-
-
-def _watch(
-    mixers: dict[int, nn.Module], layers: tuple[int, ...], model: nn.Module, ids: Tensor, device: str
-) -> dict[int, list[tuple[Tensor, Tensor]]]:
-    """layer -> its mixer's (input, output), window by window, on the CPU."""
-    taken: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
-
-    def hook(layer: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            read = args[0] if args else kwargs["hidden_states"]
-            given = output[0] if isinstance(output, tuple) else output
-            taken[layer].append((read.float().cpu(), given.float().cpu()))
-
-        return keep
-
-    handles = [mixers[layer].register_forward_hook(hook(layer), with_kwargs=True) for layer in layers]
-    try:
-        _hidden(model, ids, device)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return taken

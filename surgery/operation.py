@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -125,23 +124,28 @@ def apply(
         measured = None
         if text is not None:
             events.stage("loading it back")
-            measured = _measure(plan, staging, drift, text, device, events.stage)
+            measured = _measure(plan, staging, drift, text, device, events)
             _judge(plan, measured, limit)
         (staging / CARD_FILE).write_text(card(plan, final.name, measured), encoding="utf-8")
     return ApplyReport(plan, final, measured, limit, how)
 
 
-def _measure(
-    plan: Plan, staging: Path, kind: DriftKind, text: Any, device: str, say: Callable[[str], Any]
-) -> dict[str, Any]:
+def _measure(plan: Plan, staging: Path, kind: DriftKind, text: Any, device: str, events: Events) -> dict[str, Any]:
+    import torch
+
+    from surgery.checkpoint.fitting import placement
     from surgery.drift import measure_drift, measure_layers
 
-    base = plan.base.directory
+    base, say = plan.base.directory, events.stage
     if kind == "layerwise":
-        result = measure_layers(plan.adapter, base, staging, plan.layers, text, device=device, progress=say)
-    else:
-        result = measure_drift(plan.adapter, base, staging, text, device=device, progress=say)
-    return result.as_dict()
+        return measure_layers(plan.adapter, base, staging, plan.layers, text, device=device, progress=say).as_dict()
+    where, why = placement(plan.base, device, torch.float32, text[1].shape[1])
+    if where != "whole":
+        events.note(why)
+    streamed = where != "whole"
+    return measure_drift(
+        plan.adapter, base, staging, text, device=device, streamed=streamed, progress=say
+    ).as_dict()
 
 
 def _judge(plan: Plan, measured: dict[str, Any], limit: float | None) -> None:

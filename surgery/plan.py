@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.fitting import RUNTIME_BYTES, model_bytes, streamed_bytes
 from surgery.checkpoint.reading import Checkpoint, TensorEntry, check_tensors, open_checkpoint
 from surgery.checkpoint.writing import companions
 from surgery.errors import UsageError
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
     import torch
 
     from surgery.hosts import HostAdapter
-    from surgery.memory.base import MemoryRule
+    from surgery.memory.base import MemoryGeometry, MemoryRule
 
 # model directory and recipe -> metric -> layer -> N_t in tokens
 Measure = Callable[[Path, Recipe], Mapping[str, Mapping[int, float]]]
 
-RUNTIME_BYTES = 400_000_000  # Python, torch and transformers, loaded
 DTYPE_NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -80,24 +80,23 @@ class Plan:
         headers = 200 * (len(self.base.tensors) + len(self.added)) + 20_000
         return self.base.weight_bytes + self.added_bytes + files + headers
 
-    def peak_memory(self, drift: str) -> int:
-        """An estimate, in bytes, within a third of what was measured at 5M and 136M parameters.
+    def peak_memory(self, drift: str, streamed: bool = False) -> int:
+        """An estimate, in bytes, within a third of what was measured at 5M, 136M and 2.7B parameters.
 
-        Models run one at a time in float32, each beside its file's pages, the activations of one window and a few rows
-        of logits in float64.
+        Models run one at a time in float32: whole, each beside its file's pages, or ``streamed`` block by block, as
+        the layerwise drift always is.
         """
         writing = 2 * self.added_bytes
-        window = 512 if drift != "skip" else 0
         if self.horizons is not None:
             window = 2048
-        if not window:
+        elif drift != "skip":
+            window, streamed = 512, streamed or drift == "layerwise"
+        else:
             return RUNTIME_BYTES + writing
-        parameters = sum(entry.numel for entry in self.base.tensors.values())
-        config = self.base.config
-        activations = 400 * window * config.get("hidden_size", 0)
-        logits = 4096 * config.get("vocab_size", 0)
-        model = 4 * parameters + self.base.weight_bytes + self.added_bytes
-        return RUNTIME_BYTES + max(writing, model + activations + logits)
+        if streamed:
+            return RUNTIME_BYTES + max(writing, streamed_bytes(self.base, window, 4))
+        model = model_bytes(self.base, window, 4) + self.base.weight_bytes + self.added_bytes
+        return RUNTIME_BYTES + max(writing, model)
 
     def surgery(self) -> dict[str, Any]:
         """What config.json says under ``surgery``."""
@@ -111,15 +110,10 @@ class Plan:
 
     def create_memory(self, layer: int) -> MemoryRule:
         """The new memory of one layer, at the recipe's start, drawn from the recipe's seed."""
-        import torch
-
-        from surgery.memory import create
-
         geometry = self.adapter.geometry(self.base.config, layer)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.recipe.seed * 1_000_003 + layer)
-            memory = create(self.recipe.memory.rule, geometry, **self.options)
-            memory.reset_parameters(self.recipe.memory.start)
+        memory = draw_memory(
+            self.recipe.memory.rule, geometry, self.options, self.recipe.memory.start, self.recipe.seed, layer
+        )
         return memory.to(mixer_dtype(self.base, self.adapter.tensor_prefix(self.base.config, layer)))
 
     def added_tensors(self) -> dict[str, torch.Tensor]:
@@ -178,6 +172,21 @@ def make_plan(
     return Plan(
         recipe, checkpoint, adapter, layers, horizons, options, dose, reason is None, reason, kept, added
     )
+
+
+def draw_memory(
+    rule: str, geometry: MemoryGeometry, options: Mapping[str, Any], start: str, seed: int, layer: int
+) -> MemoryRule:
+    """A memory in float32 whose random start depends on the seed and the layer alone."""
+    import torch
+
+    from surgery.memory import create
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 1_000_003 + layer)
+        memory = create(rule, geometry, **options)
+        memory.reset_parameters(start)
+    return memory
 
 
 def plan_memory(

@@ -1,0 +1,51 @@
+"""Every host family read from the disk block by block: the same model, and nothing of it kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from surgery import hosts
+from surgery.hosts.streaming import device_of, load_streamed
+
+
+@pytest.fixture
+def adapter(case_base):
+    return hosts.adapter_for(hosts.read_config(case_base))
+
+
+@pytest.fixture
+def text():
+    return torch.randint(3, 256, (2, 29))
+
+
+def held(model: nn.Module) -> int:
+    """Parameters that are in memory."""
+    return sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
+
+
+def test_streamed_equals_whole(case_base, adapter, text):
+    whole = adapter.load(case_base, dtype=torch.float32)
+    streamed = load_streamed(adapter, case_base, dtype=torch.float32)
+    assert device_of(streamed) == device_of(whole) == torch.device("cpu")
+    largest = max(sum(parameter.numel() for parameter in block.parameters()) for block in adapter.blocks(whole))
+    inside = []
+    for mixer in adapter.mixers(streamed).values():
+        mixer.register_forward_hook(lambda *_: inside.append(held(streamed)))
+    with torch.no_grad():
+        for _ in range(2):  # what a first pass drops, a second fetches again
+            assert torch.equal(streamed(text).logits, whole(text).logits)
+            assert held(streamed) == 0
+    assert len(inside) == 2 * len(adapter.mixers(whole))
+    assert 0 < min(inside) and max(inside) <= largest
+
+
+def test_a_mixer_alone_is_streamed(case_base, adapter, text):
+    whole = adapter.mixers(adapter.load(case_base, dtype=torch.float32))
+    streamed = load_streamed(adapter, case_base, dtype=torch.float32, unit="mixer")
+    with torch.no_grad():
+        for layer, mixer in adapter.mixers(streamed).items():
+            hidden = torch.randn(1, 13, whole[layer].geometry.hidden_size)
+            assert torch.equal(mixer(hidden), whole[layer](hidden))
+    assert held(streamed) == 0
