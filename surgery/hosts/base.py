@@ -109,7 +109,7 @@ class HostAdapter:
             replaced = {key: config[key] for key in REPLACED if key in config}
         written["model_type"] = self.model_types[1]
         written["architectures"] = [self._classes(True)[1].__name__]
-        written["surgery"] = {**copy.deepcopy(dict(surgery)), "replaced": replaced}
+        written["surgery"] = {**copy.deepcopy(dict(surgery)), "replaced": replaced} if surgery else {}
         return encode_floats(written)
 
     def base_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +142,12 @@ class HostAdapter:
     def disk_name(self, config: Mapping[str, Any], name: str) -> str:
         """What a checkpoint calls the tensor that a loaded model calls ``name``."""
         return name
+
+    def disk_tensors(
+        self, config: Mapping[str, Any], model: nn.Module, name: str, tensor: Tensor
+    ) -> dict[str, Tensor]:
+        """What a checkpoint holds instead of the tensor that ``model`` calls ``name``, by disk name."""
+        return {self.disk_name(config, name): tensor}
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of that disk name is one that this family's checkpoints may carry and nothing reads."""

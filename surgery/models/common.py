@@ -117,15 +117,22 @@ class Backbone(nn.Module):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         mask = _padding(attention_mask, hidden.shape[1])
+        more = self.layer_arguments(hidden, attention_mask, cache, reset)
         collect = output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
         states = [hidden]
         for layer in self.layers:
-            hidden = layer(hidden, cache=cache, mask=mask, reset=reset)
+            hidden = layer(hidden, cache=cache, mask=mask, reset=reset, **more)
             if collect:  # otherwise each block's output goes as soon as the next has read it
                 states.append(hidden)
         hidden = getattr(self, self.norm_name)(hidden)
         collected = (*(states[:-1] if self.embeddings_first else states[1:]), hidden) if collect else None
         return BackboneOutput(hidden, cache if use_cache else None, collected)
+
+    def layer_arguments(
+        self, hidden: Tensor, attention_mask: Tensor | None, cache: Cache | None, reset: Tensor | None
+    ) -> dict[str, Any]:
+        """What else a family's blocks are called with, made once a call: arguments as in :meth:`forward`."""
+        return {}
 
 
 def _padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:

@@ -125,7 +125,7 @@ class SurgeryMamba2Config(PreTrainedConfig):
 class GatedDeltaNetConfig(PreTrainedConfig):
     """flash-linear-attention's keys for ``gated_deltanet``; keys it adds that change nothing here are kept as they are.
 
-    A hybrid's ``attn`` and ``attnres_block_size`` are read and refused by the model.
+    ``attn`` names a hybrid's attention layers; see :mod:`surgery.models.attention`.
     """
 
     model_type = "gated_deltanet"
@@ -161,8 +161,12 @@ class GatedDeltaNetConfig(PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """Every layer is linear attention; transformers' cache asks."""
-        return ["linear_attention"] * self.num_hidden_layers
+        """Linear attention, and in a hybrid full attention; transformers' cache asks."""
+        specs = self.attn if isinstance(self.attn, list) else [self.attn] if self.attn else []
+        attention = {layer for one in specs for layer in one.get("layers") or ()}
+        return [
+            "full_attention" if layer in attention else "linear_attention" for layer in range(self.num_hidden_layers)
+        ]
 
     @property
     def mlp_size(self) -> int:

@@ -1,4 +1,5 @@
-"""Gated DeltaNet language models in flash-linear-attention's ``gated_deltanet`` layout, every mixer a graft.
+"""Gated DeltaNet language models in flash-linear-attention's ``gated_deltanet`` layout, every mixer a graft; the
+softmax attention of hybrids stays as it is.
 
 ``GatedDeltaNetForCausalLM`` reads and writes plain ``gated_deltanet`` checkpoints, without that library;
 ``SurgeryGatedDeltaNetForCausalLM`` those with swapped layers.
@@ -18,16 +19,17 @@ from surgery.graft import GatedDeltaGraft
 from surgery.graft.base import RMSNorm
 from surgery.graft.gated_delta import GATES
 from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.models.attention import Attention, AttentionSpec, Sight, attention_specs
 from surgery.models.common import Backbone, GraftedCausalLM, init_dt_bias, layer_memory
 from surgery.models.configuration import GatedDeltaNetConfig, SurgeryGatedDeltaNetConfig, Swap
 
 
 def refusal(config: GatedDeltaNetConfig) -> str | None:
     """Why a configuration cannot be run here, or None."""
-    attn = config.attn
-    if attn:
-        layers = sorted(layer for one in (attn if isinstance(attn, list) else [attn]) for layer in one["layers"])
-        return f"attn: layers {layers} are softmax attention; hybrids are not supported yet"
+    try:
+        attention_layers(config)
+    except ValueError as error:
+        return str(error)
     if config.attnres_block_size is not None:
         return "attnres_block_size: attention residuals between blocks are not supported"
     if config.hidden_act not in ("swish", "silu"):
@@ -40,6 +42,11 @@ def refusal(config: GatedDeltaNetConfig) -> str | None:
     if abs(config.head_dim * config.expand_v - round(config.head_dim * config.expand_v)) > 1e-4:
         return f"expand_v: head_dim {config.head_dim} times {config.expand_v} is no whole number"
     return None
+
+
+def attention_layers(config: GatedDeltaNetConfig) -> dict[int, AttentionSpec]:
+    """The softmax attention layers of a hybrid."""
+    return attention_specs(config.attn, config.hidden_size, config.num_hidden_layers)
 
 
 def geometry(config: GatedDeltaNetConfig) -> MemoryGeometry:
@@ -83,17 +90,33 @@ class GatedMLP(nn.Module):
 
 
 class GatedDeltaNetBlock(GradientCheckpointingLayer):
-    """y = x + attn(attn_norm(x)); y + mlp(mlp_norm(y))."""
+    """y = x + attn(attn_norm(x)); y + mlp(mlp_norm(y)), where ``attn`` is a graft or, in a hybrid, attention."""
 
-    def __init__(self, config: GatedDeltaNetConfig, swap: Swap, layer: int) -> None:
+    def __init__(self, config: GatedDeltaNetConfig, swap: Swap, layer: int, attention: AttentionSpec | None) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = mixer(config, layer_memory(swap, geometry(config), layer), layer)
+        if attention is None:
+            self.attn = mixer(config, layer_memory(swap, geometry(config), layer), layer)
+        elif layer in swap.layers:
+            raise ValueError(f"surgery.layers: layer {layer} is softmax attention, which holds no memory to swap")
+        else:
+            self.attn = Attention(attention, config.hidden_size, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.mlp_size)
 
-    def forward(self, hidden: Tensor, cache: Any = None, mask: Tensor | None = None, reset: Tensor | None = None):
-        hidden = hidden + self.attn(self.attn_norm(hidden), cache, mask, reset)
+    def forward(
+        self,
+        hidden: Tensor,
+        cache: Any = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        sight: Sight | None = None,
+    ) -> Tensor:
+        normed = self.attn_norm(hidden)
+        if isinstance(self.attn, Attention):
+            hidden = hidden + self.attn(normed, sight, cache)
+        else:
+            hidden = hidden + self.attn(normed, cache, mask, reset)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -103,11 +126,21 @@ class GatedDeltaNetBackbone(Backbone):
     def __init__(self, config: GatedDeltaNetConfig) -> None:
         super().__init__(config)
         swap = Swap.of(config)
+        attention = attention_layers(config)
+        self.attention_layer = min(attention, default=None)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(
-            GatedDeltaNetBlock(config, swap, layer) for layer in range(config.num_hidden_layers)
+            GatedDeltaNetBlock(config, swap, layer, attention.get(layer)) for layer in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def layer_arguments(
+        self, hidden: Tensor, attention_mask: Tensor | None, cache: Any, reset: Tensor | None
+    ) -> dict[str, Any]:
+        if self.attention_layer is None:
+            return {}
+        kept = None if cache is None else cache.layers[self.attention_layer]
+        return {"sight": Sight.of(hidden.shape[1], attention_mask, kept, reset, hidden.device)}
 
 
 class GatedDeltaNetForCausalLM(GraftedCausalLM):
@@ -122,8 +155,8 @@ class GatedDeltaNetForCausalLM(GraftedCausalLM):
     base_model_prefix = "model"
     _no_split_modules = ("GatedDeltaNetBlock",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
-    # a skip weight that early checkpoints carry and no forward pass ever read
-    _keys_to_ignore_on_load_unexpected = [r"\.attn\.D$"]  # noqa: RUF012
+    # a skip weight that early checkpoints carry and no forward pass ever read; frequencies that follow from rope_theta
+    _keys_to_ignore_on_load_unexpected = [r"\.attn\.D$", r"\.attn\.rotary\.inv_freq$"]  # noqa: RUF012
 
     def __init__(self, config: GatedDeltaNetConfig) -> None:
         super().__init__(config)

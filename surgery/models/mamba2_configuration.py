@@ -17,6 +17,12 @@ from surgery.models.registry import announce_models
 SSM_DEFAULTS = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1}
 
 
+def _settable(config: PreTrainedConfig, more: dict[str, Any]) -> dict[str, Any]:
+    """Further keys of a file without those that follow from its others, such as a count of heads, or transformers'
+    names beside the library's own."""
+    return {key: value for key, value in more.items() if not isinstance(getattr(type(config), key, None), property)}
+
+
 class FlaMamba2Config(PreTrainedConfig):
     """flash-linear-attention's keys for its ``mamba2``; keys of it that change nothing here are kept as they are."""
 
@@ -55,9 +61,7 @@ class FlaMamba2Config(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs):
-        # a count of heads in the file is one that the library computed itself
-        kwargs.pop("num_heads", None)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**_settable(self, kwargs))
 
     @property
     def num_heads(self) -> int:
@@ -122,8 +126,7 @@ class MambaSSMConfig(PreTrainedConfig):
     layer_norm_epsilon = 1e-5  # no key of that library sets it
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("tie_word_embeddings", None)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**_settable(self, kwargs))
         multiple = max(self.pad_vocab_size_multiple, 1)
         self.vocab_size = -(-self.vocab_size // multiple) * multiple
 

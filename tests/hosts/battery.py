@@ -48,7 +48,8 @@ class Case:
         part: the part of that parameter (or its gradient) which the graft model has under this name.
         tolerance: of logits, relative in norm. gradient_tolerance: of each parameter's gradient, likewise.
         masks: whether upstream's forward reads ``attention_mask``.
-        learnt: whether gradients are compared.
+        learnt: whether gradients are compared. dtype: of the graft model then, float64 where upstream computes in it:
+            the gradients of random models are too badly conditioned for float32 against float64.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     gradient_tolerance: float = 1e-4
     masks: bool = True
     learnt: bool = True
+    dtype: torch.dtype = torch.float32
 
 
 def scatter(model: nn.Module) -> nn.Module:

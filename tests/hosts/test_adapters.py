@@ -159,7 +159,6 @@ def test_weights_that_are_no_safetensors(copied):
     [
         ({"model_type": "llama"}, "'llama': unsupported architecture"),
         ({"model_type": "mamba"}, "Mamba-1"),
-        ({"d_model": 8, "ssm_cfg": {}}, "mamba_ssm"),
         ({}, "no model_type"),
     ],
 )
@@ -172,14 +171,16 @@ def test_other_families_are_refused_with_the_list(config, message):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("mamba2", {"norm_before_gate": False, "rmsnorm": True}, "flash-linear-attention"),
         ("mamba2", {"ssm_cfg": {}}, "mamba_ssm"),
         ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
         ("mamba2", {"n_groups": 3}, "n_groups"),
         ("mamba2", {"expand": 3}, "hidden_size"),
         ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
         ("mamba2", {"num_heads": "many"}, "num_heads"),
-        ("gated_deltanet", {"attn": {"layers": [1], "num_heads": 2}}, r"layers \[1\] are softmax attention"),
+        ("gated_deltanet", {"attn": {"layers": [3], "num_heads": 2}}, r"attn.layers: \[3\] are not indices"),
+        ("gated_deltanet", {"attn": {"layers": [1], "num_heads": 5}}, "5 heads"),
+        ("gated_deltanet", {"attn": [{"layers": [1], "num_heads": 2}] * 2}, "twice"),
+        ("gated_deltanet", {"attn": {"num_heads": 2}}, "attn.layers"),
         ("gated_deltanet", {"attnres_block_size": 2}, "attention residuals"),
         ("gated_deltanet", {"hidden_act": "powlu"}, "hidden_act"),
         ("gated_deltanet", {"num_v_heads": 3}, "num_v_heads"),

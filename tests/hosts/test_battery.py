@@ -111,7 +111,7 @@ def test_gradients_equal_upstream(case, model, upstream, text):
         pytest.skip("upstream has no gradients here")
     mask = left_padded(text, [LENGTH - 6, LENGTH]) if case.masks else torch.ones_like(text)
     weights = torch.randn(int(mask.sum()), upstream(text[:, :1]).logits.shape[-1])
-    for one in (model, upstream):
+    for one in (model.to(case.dtype), upstream):
         one.zero_grad()
         (one(text, attention_mask=mask).logits[mask.bool()] * weights).sum().backward()
     theirs = dict(upstream.named_parameters())

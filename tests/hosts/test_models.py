@@ -234,7 +234,7 @@ def test_config_is_strict_json(upgraded, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "schema"),
+        ({"schema": 3}, "schema"),
         ({"layers": [0, 0]}, "distinct"),
         ({"layers": [3]}, "distinct"),
         ({"rule": None}, "no memory rule"),
