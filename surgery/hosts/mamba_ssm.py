@@ -21,6 +21,7 @@ class MambaSSMAdapter(HostAdapter):
     mixer_name = "mixer"
     title = "Mamba-2, its authors' layout"
     checkpoints = ("state-spaces/mamba2-2.7b",)
+    note = "not with attention or MLPs beside the mixers (`state-spaces/mamba2attn-2.7b`)"
     style = "additive"
 
     def claims(self, config: Mapping[str, Any]) -> bool:
