@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,25 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     return tokenizer
 
 
-def load(located: Located, device: str, dtype: Any = None) -> tuple[Any, Any]:
+def load(
+    located: Located,
+    device: str,
+    dtype: Any = None,
+    *,
+    offload: bool | None = False,
+    window: int = 2048,
+    say: Callable[[str], Any] | None = None,
+) -> tuple[Any, Any]:
     """Model and tokenizer.
 
     Args:
         device: where to.
         dtype: a torch dtype; None stands for float32 on a CPU, where half precisions are slow, and elsewhere for the
             dtype the checkpoint is stored in.
+        offload: whether blocks are read from the disk when they run; None: only if the model would not fit, and not
+            if it fits on several GPUs together. Such a model runs forward only.
+        window: tokens that are run at once, for that decision.
+        say: called with a line that says why the model is not simply loaded.
 
     Raises:
         UsageError: an unsupported architecture, no fitting tokenizer, or a weight file that is missing or cut off.
@@ -108,13 +121,24 @@ def load(located: Located, device: str, dtype: Any = None) -> tuple[Any, Any]:
     """
     import torch
 
+    from surgery.checkpoint.fitting import placement
     from surgery.checkpoint.reading import open_checkpoint
-    from surgery.hosts import adapter_for, load_model, read_config
+    from surgery.hosts import adapter_for, read_config
+    from surgery.hosts.streaming import load_streamed
 
     config = read_config(located.path)
-    parsed = adapter_for(config).parse(config)
+    adapter = adapter_for(config)
+    parsed = adapter.parse(config)
     tokenizer = load_tokenizer(located.path, parsed.vocab_size)
-    open_checkpoint(located.path)  # names the file that is damaged, which loading all of them at once does not
+    checkpoint = open_checkpoint(located.path)  # names a damaged file, which loading all of them at once does not
     if dtype is None and device == "cpu":
         dtype = torch.float32
-    return load_model(located.path, dtype=dtype, device=device), tokenizer
+    where = "streamed" if offload else "whole"
+    if offload is None:
+        where, why = placement(checkpoint, device, dtype, window)
+        if why and say is not None:
+            say(f"{located.name}: {why}")
+    if where == "streamed":
+        return load_streamed(adapter, located.path, dtype=dtype, device=device), tokenizer
+    spread = {"device_map": "auto"} if where == "spread" else None
+    return adapter.load(located.path, dtype=dtype, device=device, placement=spread), tokenizer

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import Reader, evaluating
 from surgery.evaluation.text import Tokens, require_context
+from surgery.hosts.streaming import device_of
 from surgery.memory.base import MemoryGeometry, MemoryInputs
 
 METRICS = ("mean", "log-mean", "median")
@@ -158,7 +159,7 @@ def measure_horizons(
     """Stream a text through the model and watch each mixer's memory, the state carried on from segment to segment.
 
     Args:
-        model: a causal language model whose mixers are grafts.
+        model: a causal language model whose mixers are grafts, in memory or streamed.
         mixers: the graft of each layer, as a host adapter names them.
         tokens: the text.
         segment: tokens a call.
@@ -172,18 +173,21 @@ def measure_horizons(
         JobError: a decay that is not a number.
     """
     require_context(tokens, 1)
-    device = next(model.parameters()).device
-    meters = {layer: _meter(mixer.geometry, device) for layer, mixer in mixers.items()}
-    states: dict[int, Tensor] = {}
+    device = device_of(model)
+    meters: dict[int, HorizonMeter] = {}
+    diagnostics: dict[int, dict[str, list[float]]] = {}
+    last = False
 
     def watch(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
             inputs: MemoryInputs = args[0]
             if torch.isnan(inputs.log_decay).any():
                 raise JobError(f"layer {layer}: a decay is not a number; the weights hold NaN or the dtype overflows")
+            if layer not in meters:  # where the layer computes, which need not be where the next one does
+                meters[layer] = _meter(module.geometry, inputs.log_decay.device)
             meters[layer].add(inputs.log_decay)
-            if module.rule != "host":
-                states[layer] = output[1]
+            if last and module.rule != "host":  # here, while the memory's parameters are there in any case
+                diagnostics[layer] = _diagnostics(module, output[1], meters[layer].mean_log_decay)
 
         return hook
 
@@ -192,6 +196,7 @@ def measure_horizons(
     try:
         with evaluating(model):
             for start in range(0, len(tokens), segment):
+                last = start + segment >= len(tokens)
                 ids = tokens.ids[start : start + segment].to(device)
                 reader.read(ids[None], carry=True)
                 if progress is not None:
@@ -200,9 +205,8 @@ def measure_horizons(
             for layer in sorted(mixers):
                 memory = mixers[layer].memory
                 about: dict[str, Any] = {"rule": memory.rule}
-                if layer in states:
-                    about["dose"] = memory.dose.item()
-                    about["diagnostics"] = _diagnostics(memory, states[layer], meters[layer].mean_log_decay)
+                if layer in diagnostics:
+                    about |= {"dose": memory.dose.item(), "diagnostics": diagnostics[layer]}
                 figures.append(meters[layer].result(layer, **about))
             return figures
     finally:

@@ -38,7 +38,7 @@ def test_streamed_equals_whole(case_base, adapter, text):
             assert torch.equal(streamed(text).logits, whole(text).logits)
             assert held(streamed) == 0
     assert len(inside) == 2 * len(adapter.mixers(whole))
-    assert 0 < min(inside) and max(inside) <= largest
+    assert min(inside) > 0 and max(inside) <= largest
 
 
 def test_a_mixer_alone_is_streamed(case_base, adapter, text):
