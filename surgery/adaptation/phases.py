@@ -134,8 +134,8 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
     dose = dose_schedule(recipe, index, current_dose(body))
     selection = choose(recipe, index, body, dose)
     memories = {layer: body.model.get_submodule(f"{name}.memory") for layer, name in body.mixers.items()}
-    on_disk = functools.partial(adapter_for(source.config).disk_name, source.config)
-    saving.require_places(source, map(on_disk, selection.trained))
+    stored = functools.partial(adapter_for(source.config).disk_tensors, source.config, body.model)
+    saving.require_places(source, saving.trained_tensors(selection, memories, body.mixers, stored))
     steps = phase.total_steps
     micro = options.micro_batch or capacity.sequences_a_forward(body.model, phase.context, options.device)
     shape = batch_shape(phase.sequences, phase.context, options.devices, micro)
@@ -162,7 +162,7 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
         **_losses(folder / "metrics.jsonl"),
     }
     if options.main:
-        changed = saving.trained_tensors(selection, memories, body.mixers, on_disk)
+        changed = saving.trained_tensors(selection, memories, body.mixers, stored)
         saving.write_model(folder / "model", source, changed)
     PartialState().wait_for_everyone()
     if options.main:

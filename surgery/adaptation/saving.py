@@ -26,7 +26,7 @@ def trained_tensors(
     selection: Selection,
     memories: Mapping[int, MemoryRule],
     mixers: Mapping[int, str],
-    disk_name: Callable[[str], str] = str,
+    stored: Callable[[str, Tensor], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
     """What a phase changes, by disk name: its trained parameters and the doses of the swapped memories, as they are now
     (moving a model replaces its buffers).
@@ -34,14 +34,17 @@ def trained_tensors(
     Args:
         memories: swapped layer -> its memory.
         mixers: swapped layer -> name of its mixer module.
-        disk_name: what a checkpoint calls the tensor that the model calls so.
+        stored: what a checkpoint holds, by disk name, instead of the tensor that the model calls so.
     """
     doses = {f"{name}.memory.dose": memories[layer].dose for layer, name in mixers.items()}
-    return {disk_name(name): tensor for name, tensor in {**selection.trained, **doses}.items()}
+    changed: dict[str, Tensor] = {}
+    for name, tensor in {**selection.trained, **doses}.items():
+        changed |= stored(name, tensor.detach())
+    return changed
 
 
 def require_places(source: Checkpoint, names: Iterable[str]) -> None:
-    """Refuse to train what could not be written: a tensor that the model makes of several on disk, say.
+    """Refuse to train what could not be written back.
 
     Args:
         names: disk names of what is trained.

@@ -196,9 +196,9 @@ def shares_weights(body: Body, base: Checkpoint) -> bool:
     for name, parameter in body.model.named_parameters():
         if name.startswith(prefixes):
             continue
-        name = adapter.disk_name(base.config, name)
-        if name not in base.tensors or not torch.equal(base.read(name).to(parameter), parameter):
-            return False
+        for stored, tensor in adapter.disk_tensors(base.config, body.model, name, parameter).items():
+            if stored not in base.tensors or not torch.equal(base.read(stored).to(tensor), tensor):
+                return False
     return True
 
 

@@ -81,6 +81,14 @@ class HybridAdapter(HostAdapter):
             expected |= {prefix + name: tuple(tensor.shape) for name, tensor in graft.state_dict().items()}
         return expected
 
+    def disk_tensors(
+        self, config: Mapping[str, Any], model: nn.Module, name: str, tensor: Tensor
+    ) -> dict[str, Tensor]:
+        """As transformers would save it: it stacks on loading what the disk holds one by one, experts above all."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(model, {name: tensor})
+
     def _limit_step(self, step: Tensor, config: Mapping[str, Any]) -> Tensor:
         return step.clamp(*self._classes(False)[1].step_limit(self.parse(config)))
 
