@@ -13,12 +13,14 @@ from ..chunks import fused_scan
 
 
 @torch.library.custom_op("surgery::additive_states", mutates_args=())
-def additive_states(k: Tensor, x: Tensor, whole: Tensor, start: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
-    """S <- whole_n S + sum over the chunk of x k^T, chunk after chunk, from the last to the first where ``reverse``.
+def additive_states(
+    k: Tensor, x: Tensor, scale: Tensor, whole: Tensor, start: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """S <- whole_n S + sum over the chunk of (scale x) k^T, chunk after chunk, from the last where ``reverse``.
 
     Args:
-        k: [B, N, C, G, K]. x: [B, N, C, H, V], in k's dtype.
-        whole: [B, N, H], a chunk's decay. start: [B, H, V, K]. Both float32, or float64 like k.
+        k: [B, N, C, G, K]. x: [B, N, C, H, V], in k's dtype. scale: [B, N, C, H].
+        whole: [B, N, H], a chunk's decay. start: [B, H, V, K]. These three float32, or float64 like k.
 
     Returns:
         The state that each chunk meets [B, N, H, V, K] in k's dtype, and the state after all of them in start's.
@@ -26,18 +28,18 @@ def additive_states(k: Tensor, x: Tensor, whole: Tensor, start: Tensor, reverse:
     if fused_scan(k):
         from .triton_states import states
 
-        return states(k.contiguous(), x.contiguous(), whole.contiguous(), start.contiguous(), reverse)
+        return states(*(y.contiguous() for y in (k, x, scale, whole, start)), reverse)
     chunks, groups = k.shape[1], k.shape[3]
-    written = torch.einsum("bncgk,bncgrv->bngrvk", k.to(start.dtype), x.to(start.dtype).unflatten(3, (groups, -1)))
-    written = written.flatten(2, 3)
+    x = (x * scale[..., None]).to(x.dtype).to(start.dtype).unflatten(3, (groups, -1))
+    written = torch.einsum("bncgk,bncgrv->bngrvk", k.to(start.dtype), x).flatten(2, 3)
     state, met = start, [start] * chunks
     for n in reversed(range(chunks)) if reverse else range(chunks):
         met[n] = state
         state = torch.addcmul(written[:, n], whole[:, n, :, None, None], state)
-    return torch.stack(met, 1).to(k.dtype), state.clone()
+    return torch.stack(met, 1).to(k.dtype), state.clone(memory_format=torch.contiguous_format)
 
 
 @additive_states.register_fake
-def _(k, x, whole, start, reverse):
+def _(k, x, scale, whole, start, reverse):
     batch, chunks, _, _, key_dim = k.shape
     return k.new_empty(batch, chunks, x.shape[3], x.shape[4], key_dim), start.new_empty(start.shape)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["N", "H", "G"])
 def _states_kernel(
-    k, x, whole, start, states, final, N, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    k, x, scale, whole, start, states, final, N, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     keys = tl.program_id(0) * BK + tl.arange(0, BK)
     rows = tl.program_id(1) * BV + tl.arange(0, BV)
@@ -30,13 +30,16 @@ def _states_kernel(
         tl.store(out + tile, state.to(states.dtype.element_ty), mask=inside)
         at = n * C + tokens
         xx = tl.load(x + (at * H + h)[:, None] * V + rows[None, :], mask=(rows < V)[None, :], other=0.0)
+        xx = (xx.to(tl.float32) * tl.load(scale + at * H + h)[:, None]).to(k.dtype.element_ty)
         kk = tl.load(k + (at * G + h // (H // G))[:, None] * K + keys[None, :], mask=(keys < K)[None, :], other=0.0)
         decay = tl.load(whole + n * H + h)
         state = tl.dot(tl.trans(xx), kk, state * decay, input_precision=PRECISION)
     tl.store(final + bh * (V * K) + tile, state, mask=inside)
 
 
-def states(k: Tensor, x: Tensor, whole: Tensor, start: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
+def states(
+    k: Tensor, x: Tensor, scale: Tensor, whole: Tensor, start: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
     """See :func:`surgery.kernels.additive.states.additive_states`; all contiguous, C a power of two from 16."""
     batch, chunks, length, groups, key_dim = k.shape
     heads, value_dim = x.shape[3:]
@@ -46,7 +49,8 @@ def states(k: Tensor, x: Tensor, whole: Tensor, start: Tensor, reverse: bool) ->
     widest = 64 if half else 32
     width, rows = (min(widest, max(16, triton.next_power_of_2(size))) for size in (key_dim, value_dim))
     _states_kernel[(triton.cdiv(key_dim, width), triton.cdiv(value_dim, rows), batch * heads)](
-        k, x, whole, start, met, final, chunks, heads, groups, K=key_dim, V=value_dim, C=length, BK=width, BV=rows,
-        REVERSE=reverse, PRECISION=None if half else "tf32x3", num_warps=4, num_stages=3 if half else 1,
+        k, x, scale, whole, start, met, final, chunks, heads, groups, K=key_dim, V=value_dim, C=length, BK=width,
+        BV=rows, REVERSE=reverse, PRECISION=None if half else "tf32x3", num_warps=4, num_stages=3 if half else 1,
+        enable_fp_fusion=True,
     )
     return met, final

@@ -30,7 +30,8 @@ def _forward(
         # the decayed state is added elementwise: it never passes through a product of lower precision (TF32)
         written = keys[:, n].mT @ (to_end[:, n, :, :, None] * corrections[-1])
         state = torch.addcmul(written, whole[:, n, :, None, None], state)
-    return torch.stack(met, 1).to(k.dtype), torch.stack(corrections, 1).to(k.dtype), state.clone()
+    final = state.clone(memory_format=torch.contiguous_format)
+    return torch.stack(met, 1).to(k.dtype), torch.stack(corrections, 1).to(k.dtype), final
 
 
 @torch.library.custom_op("surgery::delta_states_adjoint", mutates_args=())
@@ -53,7 +54,8 @@ def _adjoint(
         errors[n] = solve[:, n].to(dtype).mT @ total[n]
         read = dmet[:, n].to(dtype) - keys[:, n].mT @ (from_start[:, n, :, :, None] * errors[n])
         state = torch.addcmul(read, whole[:, n, :, None, None], state)
-    return *(torch.stack(x, 1).to(k.dtype) for x in (left, total, errors)), state.clone()
+    dstart = state.clone(memory_format=torch.contiguous_format)
+    return *(torch.stack(x, 1).to(k.dtype) for x in (left, total, errors)), dstart
 
 
 @_forward.register_fake

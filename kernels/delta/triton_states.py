@@ -87,6 +87,7 @@ def _options(k: Tensor, heads: int, value_dim: int) -> tuple[tuple[int, int], di
     return (triton.cdiv(value_dim, columns), batch * heads), {
         "K": key_dim, "V": value_dim, "C": length, "BK": width, "BV": columns,
         "PRECISION": None if half else "tf32x3", "num_warps": 4, "num_stages": 2 if half else 1,
+        "enable_fp_fusion": True,
     }
 
 

@@ -70,10 +70,34 @@ def test_additive_scan(poisoned, monkeypatch, shape, reverse):
     batch, chunks, length, heads, groups, key_dim, value_dim = shape
     arguments = (
         random(batch, chunks, length, groups, key_dim), random(batch, chunks, length, heads, value_dim),
-        random(batch, chunks, heads).sigmoid(), random(batch, heads, value_dim, key_dim), reverse,
+        random(batch, chunks, length, heads).sigmoid(), random(batch, chunks, heads).sigmoid(),
+        random(batch, heads, value_dim, key_dim), reverse,
     )
     monkeypatch.setenv("SURGERY_KERNELS", "chunked")
     compare(states(*arguments), additive_states(*arguments))
+
+
+@device_test
+@SHAPES
+@pytest.mark.parametrize("programs", [1, 512])
+def test_additive_inside_chunks(poisoned, monkeypatch, shape, programs):
+    """Blocks of all heads of a group and of one head each; hard forgetting and resets among the decays."""
+    from surgery.kernels.additive import triton_chunks
+    from surgery.kernels.additive.inside import additive_gradients, additive_output
+
+    batch, chunks, length, heads, groups, key_dim, value_dim = shape
+    monkeypatch.setattr(triton_chunks, "PROGRAMS", programs)
+    monkeypatch.setenv("SURGERY_KERNELS", "chunked")
+    q, k = (random(batch, chunks, length, groups, key_dim) for _ in range(2))
+    v, do = (random(batch, chunks, length, heads, value_dim) for _ in range(2))
+    met, left = (random(batch, chunks, heads, value_dim, key_dim) for _ in range(2))
+    steps = -random(batch, chunks, length, heads).double().exp()
+    total = steps.masked_fill(random(batch, chunks, length, 1) > 2, -800.0).cumsum(2)
+    arguments = (q, k, v, met, total)
+    compare([triton_chunks.output(*arguments)], [additive_output(*arguments)])
+    arguments = (q, k, v, do, met, left, total)
+    *found, dsteps = triton_chunks.gradients(*arguments)
+    compare([*found, dsteps.double()], additive_gradients(*arguments))
 
 
 @device_test

@@ -1,0 +1,124 @@
+"""The additive rule inside its chunks, given the states at their boundaries: the outputs, and all gradients.
+
+Two operators that torch.compile does not look into: Triton kernels on CUDA for half precision and keys and values of
+up to 128 entries, in torch elsewhere, and under ``SURGERY_KERNELS=chunked``. In torch [s, t] matrices have s, the token
+written, in rows and t, the token that reads, in columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..chunks import fused_scan
+
+
+@torch.library.custom_op("surgery::additive_output", mutates_args=())
+def additive_output(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor) -> Tensor:
+    """o [B, N, C, H, V] in v's dtype.
+
+    Args:
+        q, k: [B, N, C, G, K]. v: [B, N, C, H, V]. met: [B, N, H, V, K], the states that the chunks meet. All of one
+            dtype.
+        total: [B, N, C, H] float64, the log decays summed from the chunk's start. Their differences are decays of at
+            most 1 to the last digit of float32, and exactly 0 across a reset.
+    """
+    if _fused(k, v):
+        from .triton_chunks import output
+
+        return output(*(x.contiguous() for x in (q, k, v, met, total)))
+    chunks = _Chunks(q, k, total)
+    inside = torch.einsum("bnhst,bnshv->bnthv", chunks.scores().to(v.dtype), v)
+    return (inside + chunks.from_start * chunks.read(q, met)).to(v.dtype).contiguous()
+
+
+@torch.library.custom_op("surgery::additive_gradients", mutates_args=())
+def additive_gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, and of the log decays [B, N, C, H] in float64.
+
+    Args:
+        do: [B, N, C, H, V]. left: [B, N, H, V, K], the gradients of the states at the chunks' ends. The others as in
+            :func:`additive_output`.
+    """
+    if _fused(k, v):
+        from .triton_chunks import gradients
+
+        dq, dk, dv, dsteps = gradients(*(x.contiguous() for x in (q, k, v, do, met, left, total)))
+        return dq, dk, dv, dsteps.double()
+    chunks = _Chunks(q, k, total)
+    reads = (do * chunks.from_start).to(v.dtype)
+    writes = (v * chunks.to_end).to(v.dtype)
+    scores = chunks.scores()
+    dscores = torch.einsum("bnshv,bnthv->bnhst", v, do)
+    doverlaps = chunks.by_group(dscores * chunks.within, 2).sum(3).to(q.dtype)
+    dq = torch.einsum("bngst,bnsgk->bntgk", doverlaps, k) + chunks.write(reads, met)
+    dk = torch.einsum("bngst,bntgk->bnsgk", doverlaps, q) + chunks.write(writes, left)
+    kept = chunks.to_end * chunks.read(k, left)
+    dv = torch.einsum("bnhst,bnthv->bnshv", scores.to(v.dtype), do) + kept
+
+    # a step's gradient is that of every product it stands in. The sums over pairs cancel, so both are of the same
+    # numbers and are added in float64
+    pairs = (dscores * scores).double().triu(1)
+    read = pairs.sum(3).transpose(2, 3) + _inner(do, chunks.from_start * chunks.read(q, met))
+    written = pairs.sum(4).transpose(2, 3)
+    # shifted, not subtracted afterwards: under hard forgetting a step's gradient is far below its own token's
+    carried = functional.pad(_inner(v, kept)[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
+    through = chunks.whole * (met.to(chunks.dtype) * left).sum((-2, -1))
+    dsteps = (read - written).flip(2).cumsum(2).flip(2) + carried + through[:, :, None].double()
+    found = ((dq, q), (dk, k), (dv, v), (dsteps, total))
+    return *(x.to(like.dtype).contiguous() for x, like in found),
+
+
+@additive_output.register_fake
+def _(q, k, v, met, total):
+    return v.new_empty(v.shape)
+
+
+@additive_gradients.register_fake
+def _(q, k, v, do, met, left, total):
+    return *(x.new_empty(x.shape) for x in (q, k, v, total)),
+
+
+def _fused(k: Tensor, v: Tensor) -> bool:
+    half = k.dtype in (torch.bfloat16, torch.float16)
+    return half and fused_scan(k) and k.shape[-1] <= 128 and v.shape[-1] <= 128
+
+
+class _Chunks:
+    """A chunk's decays and products."""
+
+    def __init__(self, q: Tensor, k: Tensor, total: Tensor) -> None:
+        self.dtype = dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+        self.groups = (k.shape[3], total.shape[3] // k.shape[3])
+        self.from_start = total.to(dtype).exp()[..., None]
+        self.to_end = (total[:, :, -1:] - total).to(dtype).exp()[..., None]
+        self.whole = self.from_start[:, :, -1, :, 0]  # [B, N, H]
+        by_head = total.transpose(2, 3)
+        between = (by_head[..., None, :] - by_head[..., :, None]).to(dtype)
+        later = torch.ones(between.shape[-2:], dtype=torch.bool, device=between.device).triu()
+        self.within = between.masked_fill(~later, -torch.inf).exp()  # [B, N, H, s, t]
+        # of all heads of a group at once, and unrounded
+        self.overlaps = torch.einsum("bnsgk,bntgk->bngst", k.to(dtype), q.to(dtype))[:, :, :, None]
+
+    def by_group(self, x: Tensor, dim: int) -> Tensor:
+        return x.unflatten(dim, self.groups)
+
+    def scores(self) -> Tensor:
+        """[B, N, H, s, t]."""
+        return (self.by_group(self.within, 2) * self.overlaps).flatten(2, 3)
+
+    def write(self, x: Tensor, state: Tensor) -> Tensor:
+        """[B, N, C, H, V] x [B, N, H, V, K] -> [B, N, C, G, K], summed over the heads of a group."""
+        return torch.einsum("bncgrv,bngrvk->bncgk", self.by_group(x, 3), self.by_group(state, 2)).to(self.dtype)
+
+    def read(self, x: Tensor, state: Tensor) -> Tensor:
+        """[B, N, C, G, K] x [B, N, H, V, K] -> [B, N, C, H, V]."""
+        return torch.einsum("bncgk,bngrvk->bncgrv", x, self.by_group(state, 2)).flatten(3, 4).to(self.dtype)
+
+
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """Sums over the last dimension, in float64."""
+    return (x * y).sum(-1).double()
