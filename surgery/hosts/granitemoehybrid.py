@@ -24,6 +24,7 @@ class GraniteMoeHybridAdapter(HybridAdapter):
     title = "Granite 4.0 H"
     checkpoints = ("ibm-granite/granite-4.0-h-micro", "ibm-granite/granite-4.0-h-tiny")
     style = "additive"
+    note = "documents are not packed for flash attention; load with `attn_implementation='sdpa'` to train on them"
 
     def disk_name(self, config: Mapping[str, Any], name: str) -> str:
         for loaded, stored in EXPERTS.items():

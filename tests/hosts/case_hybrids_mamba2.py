@@ -31,13 +31,19 @@ COMMON = dict(
 MAMBA = dict(mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=8, mamba_d_head="auto", mamba_chunk_size=16)
 
 
-def log_decay(limit=(0.0, math.inf), scale=1.0):
-    """dt is the last H rows of in_proj; ``scale`` is of its input."""
+# upstream convolves an input projection's bias where padding stands, so that padding is not as if it were absent
+BIASED = {"masks": False}
+
+
+def log_decay(limit=(0.0, math.inf), scales=(1.0, 1.0), bias=False):
+    """dt is the last H rows of in_proj; ``scales`` are of its input and of these rows."""
 
     def decay(read, hidden):
         heads = read("A_log").shape[0]
-        weight = read("in_proj.weight").float()[-heads:] * scale
-        step = F.softplus(hidden.float() @ weight.T + read("dt_bias").float()).clamp(*limit)
+        projected = scales[0] * hidden.float() @ read("in_proj.weight").float()[-heads:].T
+        if bias:
+            projected = projected + read("in_proj.bias").float()[-heads:]
+        step = F.softplus(scales[1] * projected + read("dt_bias").float()).clamp(*limit)
         return -read("A_log").float().exp() * step
 
     return decay
@@ -67,7 +73,8 @@ def bamba(name, limit=(0.0, math.inf), **changes) -> Case:
     return case(
         BambaForCausalLM,
         lambda: BambaConfig(**{**options, **changes}, time_step_limit=limit),
-        f"bamba-{name}", (0, 2, 3), (0, 3), log_decay(limit),
+        f"bamba-{name}", (0, 2, 3), (0, 3), log_decay(limit, bias="mamba_proj_bias" in changes),
+        **(BIASED if "mamba_proj_bias" in changes else {}),
     )  # fmt: skip
 
 
@@ -93,7 +100,8 @@ def zamba2(name, floor=0.001, **changes) -> Case:
     return case(
         Zamba2ForCausalLM,
         lambda: Zamba2Config(**{**COMMON, **options, **changes}),
-        f"zamba2-{name}", tuple(range(6)), (0, 3), log_decay((floor, math.inf)),
+        f"zamba2-{name}", tuple(range(6)), (0, 3), log_decay((floor, math.inf), bias="add_bias_linear" in changes),
+        **(BIASED if "add_bias_linear" in changes else {}),
     )  # fmt: skip
 
 
@@ -107,7 +115,8 @@ def falcon(name, limit=(0.0, math.inf), **changes) -> Case:
     return case(
         FalconH1ForCausalLM,
         lambda: FalconH1Config(**{**COMMON, **MAMBA, **options, **changes}, time_step_limit=limit),
-        f"falcon_h1-{name}", (0, 1, 2), (0, 2), log_decay(limit, 1.25 * 0.5),
+        f"falcon_h1-{name}", (0, 1, 2), (0, 2), log_decay(limit, (1.25, 0.5), "mamba_proj_bias" in changes),
+        **(BIASED if "mamba_proj_bias" in changes else {}),
     )  # fmt: skip
 
 
@@ -121,21 +130,27 @@ def nemotron(name, floor=0.001, pattern="M-M*EM", **changes) -> Case:
     return case(
         NemotronHForCausalLM,
         lambda: NemotronHConfig(**{**COMMON, **options, **changes}),
-        f"nemotron_h-{name}", (0, 2, 5), (0, 5), log_decay((floor, math.inf)),
+        f"nemotron_h-{name}", (0, 2, 5), (0, 5), log_decay((floor, math.inf), bias="use_bias" in changes),
+        **(BIASED if "use_bias" in changes else {}),
     )  # fmt: skip
 
 
 CASES = [
     bamba("plain", limit=(0.01, 0.9)),
-    bamba("bias-tied", mamba_proj_bias=False, mamba_conv_bias=False, tie_word_embeddings=True),
+    bamba("tied", mamba_conv_bias=False, tie_word_embeddings=True),
+    bamba("bias", mamba_proj_bias=True),
     granite("dense", position_embedding_type="rope", tie_word_embeddings=True),
     granite("experts", limit=(0.02, 0.8), num_local_experts=4, num_experts_per_tok=2),
     zamba2("plain"),
+    zamba2("bias", add_bias_linear=True),
     zamba2("adapters", floor=0.3, use_shared_attention_adapter=True, use_mem_rope=True, num_key_value_heads=4),
     falcon("no-norm"),
     falcon("norm-first", limit=(0.01, 0.6), mamba_rms_norm=True, mamba_norm_before_gate=True),
     falcon("gate-first", mamba_rms_norm=True, mamba_norm_before_gate=False, tie_word_embeddings=True),
+    falcon("bias", mamba_proj_bias=True, mamba_conv_bias=False),
+    falcon("output-bias", projectors_bias=True, mamba_d_ssm=None),
     nemotron("experts", floor=0.2),
+    nemotron("bias", pattern="M-M*-M", use_bias=True, use_conv_bias=False),
     nemotron("dense", pattern="M-M*-M"),
 ]
 if GROUPED:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from hosts_battery import apart, left_padded, raw_tensors, read_tensor, write_tokenizer
 from hosts_case_hybrids_mamba2 import CASES
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from surgery import hosts
@@ -190,8 +191,6 @@ def test_logits_are_the_scaled_head_of_the_trunk(hybrid, base, text):
 def test_the_static_estimate_is_the_gate_at_zero_input(hybrid, base):
     config = hosts.read_config(base)
     adapter = hosts.adapter_for(config)
-    from safetensors.torch import load_file
-
     estimate = adapter.static_log_decay(load_file(base / "model.safetensors"), config)
     model = hosts.load_model(base, dtype=torch.float32)
     assert sorted(estimate) == list(hybrid.layers)
@@ -265,6 +264,20 @@ def test_nemotron_reads_the_pattern_of_its_checkpoints(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.no_grad():
         assert torch.isfinite(hosts.load_model(tmp_path)(torch.arange(9)[None]).logits).all()
+
+
+def test_nemotron_keeps_heads_that_nothing_reads(tmp_path):
+    """Tensors for the prediction of several tokens at once, which transformers leaves on the disk."""
+    base = tmp_path / "base"
+    BY_NAME["nemotron_h-dense"].write(base)
+    file = base / "model.safetensors"
+    extra = {"mtp.layers.0.norm.weight": torch.randn(32)}
+    save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
+    assert hosts.adapter_for(hosts.read_config(base)).is_unused("mtp.layers.0.norm.weight")
+    apply(load_recipe(write_recipe(tmp_path, base, [2])), tmp_path / "out", drift="skip")
+    before, after = raw_tensors(base), raw_tensors(tmp_path / "out")
+    assert {name: after[name] for name in before} == before
+    hosts.load_model(tmp_path / "out")
 
 
 def test_falcon_scales_are_there_after_every_way_of_making_a_model(tmp_path):
