@@ -46,8 +46,7 @@ def additive_gradients(
     if _fused(k, v):
         from .triton_chunks import gradients
 
-        dq, dk, dv, dsteps = gradients(*(x.contiguous() for x in (q, k, v, do, met, left, total)))
-        return dq, dk, dv, dsteps.double()
+        return gradients(*(x.contiguous() for x in (q, k, v, do, met, left, total)))
     chunks = _Chunks(q, k, total)
     reads = (do * chunks.from_start).to(v.dtype)
     writes = (v * chunks.to_end).to(v.dtype)

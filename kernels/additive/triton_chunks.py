@@ -60,9 +60,11 @@ def _output_kernel(
 
 @triton.jit(do_not_specialize=["H", "G"])
 def _gradients_kernel(
-    q, k, v, do, met, left, total, dq, dk, dv, dsteps, H, G, HEADS, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, met, left, total, dkeys, dv, dsteps, H, G, HEADS, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, WRITES: tl.constexpr, PRECISION: tl.constexpr,
 ):
+    """The gradients of k and v, and of the decays through what is written; or of q, and through what is read. Both at
+    once would need more registers than there are."""
     n = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     group = first // (H // G)
@@ -73,55 +75,51 @@ def _gradients_kernel(
     at = n * C + tokens
     qq = _tile(q, at * G + group, K, keys, K)
     kk = _tile(k, at * G + group, K, keys, K)
-    low = qq.dtype
     overlaps = tl.dot(qq, tl.trans(kk), input_precision=PRECISION)
     row = tokens[:, None]
     column = tokens[None, :]
     doverlaps = tl.zeros((C, C), tl.float32)
-    dqq = tl.zeros((C, BK), tl.float32)
-    dkk = tl.zeros((C, BK), tl.float32)
+    gradient = tl.zeros((C, BK), tl.float32)
     for h in range(first, first + HEADS):
         log = tl.load(total + at * H + h)
         last = tl.load(total + (n * C + (C - 1)) * H + h)
-        since = tl.exp(log.to(tl.float32))
-        to_end = tl.exp((last - log).to(tl.float32))
         between = (log[:, None] - log[None, :]).to(tl.float32)
         within = tl.where(row >= column, tl.exp(tl.minimum(between, 0.0)), 0.0)
         vv = _tile(v, at * H + h, V, columns, V)
         dd = _tile(do, at * H + h, V, columns, V)
-        memory = _state(met + (n * H + h) * (V * K), columns, keys, K, V)
         adjoint = _state(left + (n * H + h) * (V * K), columns, keys, K, V)
-
         weighted = tl.dot(dd, tl.trans(vv), input_precision=PRECISION) * within
         doverlaps += weighted
-        pairs = tl.where(row > column, weighted * overlaps, 0.0)
-        scores = (within * overlaps).to(low)
-        dvv = tl.dot(kk, tl.trans(adjoint), input_precision=PRECISION) * to_end[:, None]
-        dvv = tl.dot(tl.trans(scores), dd, dvv, input_precision=PRECISION)
-        tl.store(
-            dv + (at * H + h)[:, None] * V + columns[None, :], dvv.to(dv.dtype.element_ty), mask=(columns < V)[None, :]
-        )
-        pulled = since[:, None] * tl.dot(dd, memory, input_precision=PRECISION)
-        pushed = to_end[:, None] * tl.dot(vv, adjoint, input_precision=PRECISION)
-        dqq += pulled
-        dkk += pushed
-
         # a step's gradient is that of every product it stands in: pairs with s before it and t from it on, reads from
         # it on, writes before it, and the whole chunk
-        reads = tl.sum(pairs, 1) + tl.sum(pulled * qq.to(tl.float32), 1)
-        written = tl.sum(pairs, 0)
-        carried = tl.sum(pushed * kk.to(tl.float32), 1)
-        product = memory.to(tl.float32) * adjoint.to(tl.float32)
-        through = tl.exp(last.to(tl.float32)) * tl.sum(tl.sum(product, 1), 0)
-        step = tl.sum(tl.where(row >= column, reads[:, None] - written[:, None], carried[:, None]), 0) + through
+        pairs = tl.where(row > column, weighted * overlaps, 0.0)
+        if WRITES:
+            written = tl.sum(pairs, 0)
+            to_end = tl.exp((last - log).to(tl.float32))[:, None]
+            kept = tl.dot(kk, tl.trans(adjoint), input_precision=PRECISION) * to_end
+            carried = tl.sum(kept * vv.to(tl.float32), 1)
+            scores = (within * overlaps).to(dd.dtype)
+            dvv = tl.dot(tl.trans(scores), dd, kept, input_precision=PRECISION)
+            place = dv + (at * H + h)[:, None] * V + columns[None, :]
+            tl.store(place, dvv.to(dv.dtype.element_ty), mask=(columns < V)[None, :])
+            gradient += to_end * tl.dot(vv, adjoint, input_precision=PRECISION)
+            step = tl.sum(tl.where(row >= column, -written[:, None], carried[:, None]), 0)
+        else:
+            memory = _state(met + (n * H + h) * (V * K), columns, keys, K, V)
+            through = tl.sum(tl.sum(memory.to(tl.float32) * adjoint.to(tl.float32), 1), 0)
+            pulled = tl.exp(log.to(tl.float32))[:, None] * tl.dot(dd, memory, input_precision=PRECISION)
+            gradient += pulled
+            reads = tl.sum(pairs, 1) + tl.sum(pulled * qq.to(tl.float32), 1)
+            step = tl.sum(tl.where(row >= column, reads[:, None], 0.0), 0) + tl.exp(last.to(tl.float32)) * through
         tl.store(dsteps + at * H + h, step)
-    low_overlaps = doverlaps.to(low)
-    dqq = tl.dot(low_overlaps, kk, dqq, input_precision=PRECISION)
-    dkk = tl.dot(tl.trans(low_overlaps), qq, dkk, input_precision=PRECISION)
+    low = doverlaps.to(qq.dtype)
+    if WRITES:
+        gradient = tl.dot(tl.trans(low), qq, gradient, input_precision=PRECISION)
+    else:
+        gradient = tl.dot(low, kk, gradient, input_precision=PRECISION)
     size = tl.num_programs(0).to(tl.int64) * (C * G * K)
-    place = part * size + (at * G + group)[:, None] * K + keys[None, :]
-    tl.store(dq + place, dqq, mask=(keys < K)[None, :])
-    tl.store(dk + place, dkk, mask=(keys < K)[None, :])
+    place = dkeys + part * size + (at * G + group)[:, None] * K + keys[None, :]
+    tl.store(place, gradient, mask=(keys < K)[None, :])
 
 
 def _heads(chunks: int, heads: int, groups: int) -> int:
@@ -156,17 +154,18 @@ def output(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor) -> Tenso
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and, in float32, of the log decays [B, N, C, H], from those of the outputs and of the
-    states that the chunks leave [B, N, H, V, K]. All contiguous."""
+    """The gradients of q, k, v and of the log decays [B, N, C, H], from those of the outputs and of the states that the
+    chunks leave [B, N, H, V, K]. All contiguous."""
     batch, chunks, _, groups, _ = k.shape
     heads = v.shape[3]
     block = _heads(batch * chunks, heads, groups)
     parts = heads // groups // block
     dq, dk = (torch.empty(parts, *k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     dv = torch.empty_like(v)
-    dsteps = torch.empty(total.shape, dtype=torch.float32, device=k.device)
-    _gradients_kernel[(batch * chunks, heads // block)](
-        q, k, v, do, met, left, total, dq, dk, dv, dsteps, heads, groups, block, **_constants(k, v), num_warps=8,
-        num_stages=1,
-    )
-    return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dsteps
+    read, written = (torch.empty(total.shape, dtype=torch.float32, device=k.device) for _ in range(2))
+    for writes, dkeys, dsteps in ((True, dk, written), (False, dq, read)):
+        _gradients_kernel[(batch * chunks, heads // block)](
+            q, k, v, do, met, left, total, dkeys, dv, dsteps, heads, groups, block, **_constants(k, v), WRITES=writes,
+            num_warps=8, num_stages=1,
+        )
+    return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, read.double() + written

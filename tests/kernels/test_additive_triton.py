@@ -96,8 +96,7 @@ def test_additive_inside_chunks(poisoned, monkeypatch, shape, programs):
     arguments = (q, k, v, met, total)
     compare([triton_chunks.output(*arguments)], [additive_output(*arguments)])
     arguments = (q, k, v, do, met, left, total)
-    *found, dsteps = triton_chunks.gradients(*arguments)
-    compare([*found, dsteps.double()], additive_gradients(*arguments))
+    compare(triton_chunks.gradients(*arguments), additive_gradients(*arguments))
 
 
 @device_test
