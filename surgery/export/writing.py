@@ -20,7 +20,8 @@ Progress = Callable[[int], Any]  # called with the number of bytes just written
 
 
 def float32_tensors(source: Source) -> set[str]:
-    """Disk names of what stays in float32 whatever the dtype: decays, and the memories' own figures and dose."""
+    """Disk names of what stays in float32 whatever the dtype: decays, the memories' own figures and dose, and what the
+    host's library loads in float32 always, as some routers of experts."""
     from surgery.graft import Graft
     from surgery.memory import MemoryRule
 
@@ -32,7 +33,10 @@ def float32_tensors(source: Source) -> set[str]:
             names |= {f"{name}.{leaf}" for leaf in module.float32}
         elif isinstance(module, MemoryRule):
             names |= {f"{name}.{leaf}" for leaf, _ in module._float32_tensors()}
-    return {source.adapter.disk_name(source.checkpoint.config, name) for name in names}
+    # transformers looks for these parts anywhere in a name; they are the same in memory and on disk
+    parts = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    always = {name for name in source.checkpoint.tensors if any(part in name for part in parts)}
+    return always | {source.adapter.disk_name(source.checkpoint.config, name) for name in names}
 
 
 def plan_shards(sizes: dict[str, int], shard_size: int) -> list[list[str]]:
