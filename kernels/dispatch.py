@@ -40,9 +40,8 @@ _FORMS: dict[tuple[str, str], Callable] = {
 }
 
 
-# rules whose Triton form is taken on CUDA without being asked for. The Bayesian rule's is not among them: a training
-# step with it ended in an illegal memory access on an H200, and what has been changed since has not run on a GPU.
-TRITON_BY_DEFAULT = frozenset({"palimpsa"})
+# rules whose Triton form is taken on CUDA without being asked for: those that a GPU has passed
+TRITON_BY_DEFAULT = frozenset({"palimpsa", "bayesian"})
 
 # the widest keys and values that a Triton form takes, known once it is imported
 _LIMITS: dict[str, tuple[float, float]] = {}

@@ -81,7 +81,10 @@ def _covariance_kernel(
     P += bh * (scratch + 2) * (K * K)
     d = tl.arange(0, BD)
     s = tl.arange(0, C)
-    lower = s[:, None] >= s[None, :]
+    # compared as float32: from integers, LLVM in Triton 3.6 makes pairs of 32-bit lanes of which one, never used, runs
+    # over into the other, and every address that used the position was wrong from the 17th thread on
+    position = s.to(tl.float32)
+    lower = position[:, None] >= position[None, :]
     for step in range(chunks * SUB):
         # boundaries of whole chunks have a slot each if they are kept; what lies between goes to and fro
         before = step % 2

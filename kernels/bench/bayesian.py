@@ -1,10 +1,13 @@
 """The Bayesian rule on a GPU: forward, forward and backward, peak memory, each stage, the covariance pass's layouts,
-decode; beside a recursion token by token, and beside MesaNet and the gated delta rule where fla is installed."""
+decode; beside torch's chunked form, a recursion token by token, and MesaNet and the gated delta rule where fla is
+installed. Every figure is printed to stderr once it is known; other rules' come last, since they tune themselves for
+minutes."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -86,8 +89,14 @@ def _median(run: Callable, milliseconds: int) -> float:
     return triton.testing.do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
 
 
-def _public(shape: Shape, dtype: torch.dtype, milliseconds: int) -> dict[str, float | str]:
+def _say(name: str, figures: dict[str, float | str]) -> None:
+    known = ", ".join(f"{key} {x if isinstance(x, str) else f'{x:.3f}'}" for key, x in figures.items())
+    print(f"{name}: {known}", file=sys.stderr, flush=True)
+
+
+def _public(name: str, dtype: torch.dtype, milliseconds: int) -> dict[str, float | str]:
     """Forward, and forward and backward where fla runs them, of its rules; empty where it is not installed."""
+    shape = SHAPES[name]
     if importlib.util.find_spec("fla") is None:
         return {}
     arguments = inputs(shape, dtype)
@@ -98,8 +107,8 @@ def _public(shape: Shape, dtype: torch.dtype, milliseconds: int) -> dict[str, fl
         "mesa_net": ("fla.ops.mesa_net", "chunk_mesa_net", (q, k, v, g, beta, torch.full_like(g, 0.5))),
         "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", (q, k, v, g, beta)),
     }
-    figures = {}
-    for name, (module, function, tensors) in rules.items():
+    figures, runs = {}, {}
+    for title, (module, function, tensors) in rules.items():
         rule = getattr(importlib.import_module(module), function)
         leaves = [x.detach().requires_grad_() for x in tensors]
 
@@ -110,28 +119,60 @@ def _public(shape: Shape, dtype: torch.dtype, milliseconds: int) -> dict[str, fl
         def both(rule=rule, leaves=leaves):
             return torch.autograd.grad(rule(*leaves)[0], leaves, v, allow_unused=True)
 
-        for part, run in (("forward_ms", forward), ("forward_backward_ms", both)):
-            try:
-                figures[f"{name}_{part}"] = _median(run, milliseconds)
-            except Exception as error:  # the library refuses some of its kernels on some compilers
-                figures[f"{name}_{part}"] = f"{type(error).__name__}"
+        runs |= {f"{title}_forward_ms": forward, f"{title}_forward_backward_ms": both}
+    for part in sorted(runs, key=lambda part: "backward" in part):
+        try:
+            figures[part] = _median(runs[part], milliseconds)
+        except Exception as error:  # the library refuses some of its kernels on some compilers
+            figures[part] = f"{type(error).__name__}"
+        _say(name, {part: figures[part]})
     return figures
 
 
-def _sequential(arguments: dict[str, Tensor]) -> float:
-    """Milliseconds of the recursion token by token, once."""
-    from surgery.kernels.bayesian.reference import bayesian
-
-    with torch.no_grad():
-        bayesian(**{n: x[:, :32] if x.dim() > 2 else x for n, x in arguments.items()}, unit_gain=True)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        bayesian(**arguments, unit_gain=True)
-        torch.cuda.synchronize()
+def _once(run: Callable) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - start)
 
 
-def _stages(arguments: dict[str, Tensor], milliseconds: int) -> dict[str, float]:
+def _torch_forms(arguments: dict[str, Tensor], do: Tensor) -> dict[str, float]:
+    """Milliseconds, once, of torch's forms: the chunked one, its covariance pass, and the recursion token by token."""
+    from surgery.kernels.bayesian import chunked
+    from surgery.kernels.bayesian.reference import bayesian as sequential
+
+    fixed = {name: x.detach() for name, x in arguments.items()}
+    v, x = fixed["v"], fixed["precision"][:, None, None]
+    keys = chunked.expand_heads(fixed["k"].float(), v.shape[2])
+    scalars = (fixed[name] for name in ("cov_decay_sqrt", "process_noise", "observation_noise"))
+    leaves = [chunked.by_chunk(tensor, chunked.CHUNK).requires_grad_() for tensor in (keys, *scalars)]
+    start = chunked.initial_state(v, keys.shape[-1], None, fixed["initial_covariance"], torch.float32)[1]
+
+    def covariance():
+        out = chunked._covariance(*leaves[:3], x, leaves[3], None, start)
+        torch.autograd.grad(out, leaves, out)
+
+    def forward(rule):
+        with torch.no_grad():
+            rule(**fixed, unit_gain=True)
+
+    def both():
+        torch.autograd.grad(chunked.bayesian(**arguments, unit_gain=True)[0], list(arguments.values()), do)
+
+    runs = {
+        "chunked_forward_ms": lambda: forward(chunked.bayesian), "chunked_forward_backward_ms": both,
+        "chunked_covariance_forward_backward_ms": covariance, "sequential_forward_ms": lambda: forward(sequential),
+    }
+    figures = {}
+    for name, run in runs.items():
+        if name.startswith("chunked"):
+            run()
+        figures[name] = _once(run)
+    return figures
+
+
+def _stages(arguments: dict[str, Tensor], milliseconds: int, layouts: bool) -> dict[str, float]:
     """Each stage by itself, in milliseconds, and the covariance pass in other layouts."""
     from surgery.kernels.bayesian import triton_covariance as pass_
     from surgery.kernels.bayesian.reference import initial_state
@@ -163,13 +204,16 @@ def _stages(arguments: dict[str, Tensor], milliseconds: int) -> dict[str, float]
         ),
     }
     figures = {name: _median(run, milliseconds) for name, run in runs.items()}
-    usual = pass_.LAYOUT
-    for layout in (usual._replace(tokens=32), usual._replace(warps=8), usual._replace(precision="ieee")):
-        pass_.LAYOUT = layout
-        try:
-            figures[f"covariance {tuple(layout)}"] = _median(runs["covariance"], milliseconds)
-        finally:
-            pass_.LAYOUT = usual
+    _say("stages", figures)
+    if layouts:
+        usual = pass_.LAYOUT
+        others = ({"tokens": 32}, {"tokens": 32, "warps": 8}, {"warps": 2}, {"block": 32}, {"precision": "ieee"})
+        for layout in (usual._replace(**other) for other in others):
+            pass_.LAYOUT = layout
+            try:
+                figures[f"covariance {tuple(layout)}"] = _median(runs["covariance"], milliseconds)
+            finally:
+                pass_.LAYOUT = usual
     return figures
 
 
@@ -194,12 +238,16 @@ def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
     both()
     memory = (torch.cuda.max_memory_allocated() - before) / 2**20
     row = {
-        "shape": shape._asdict(), "forward_ms": _median(forward, milliseconds),
-        "forward_backward_ms": _median(both, milliseconds), "peak_memory_mib": memory,
-        "stages_ms": _stages(arguments, milliseconds // 4), "public": _public(shape, dtype, milliseconds),
+        "forward_ms": _median(forward, milliseconds), "forward_backward_ms": _median(both, milliseconds),
+        "peak_memory_mib": memory,
     }
+    _say(name, row)
+    row["stages_ms"] = _stages(arguments, milliseconds // 4, layouts=name == "GDN-128")
+    _say(name, row["stages_ms"])
+    row["shape"] = shape._asdict()
     if name == "GDN-128":
-        row["sequential_forward_ms"] = _sequential(arguments)
+        row["torch_ms"] = _torch_forms(arguments, do)
+        _say(name, row["torch_ms"])
     if name in STORED and dtype == torch.bfloat16:
         theirs = STORED[name]
         row["stored"] = {
@@ -229,21 +277,29 @@ def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
         smaller = _median(lambda: bayesian_step(**arguments, state=state), milliseconds)
     finally:
         triton_decode.TILE = usual
-    return {
-        "shape": DECODE._asdict(), "step_ms": step, "copy_ms": copy, "ratio": step / copy, "smaller_tile_ms": smaller
-    }
+    figures = {"step_ms": step, "copy_ms": copy, "ratio": step / copy, "smaller_tile_ms": smaller}
+    _say("decode", figures)
+    return {"shape": DECODE._asdict(), **figures}
 
 
-def measure(dtype: str, names: list[str], milliseconds: int) -> dict:
-    """Medians of every shape named, as a JSON-able dictionary."""
-    return {
+def measure(dtype: str, names: list[str], milliseconds: int, known: Callable[[dict], None]) -> dict:
+    """Medians of every shape named, as a JSON-able dictionary; ``known`` gets it whenever it has grown."""
+    figures = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "dtype": dtype,
-        "shapes": {name: _one(name, DTYPES[dtype], milliseconds) for name in names},
-        "decode": _decode(DTYPES[dtype], milliseconds),
+        "shapes": {},
     }
+    for name in names:
+        figures["shapes"][name] = _one(name, DTYPES[dtype], milliseconds)
+        known(figures)
+    figures["decode"] = _decode(DTYPES[dtype], milliseconds)
+    known(figures)
+    for name, row in figures["shapes"].items():
+        row["public"] = _public(name, DTYPES[dtype], milliseconds)
+        known(figures)
+    return figures
 
 
 def table(figures: dict) -> str:
@@ -267,9 +323,8 @@ def table(figures: dict) -> str:
             lines.append(f"{'':<10}over {theirs['rule']}'s stored figures: {', '.join(ratios)}")
         for rule, value in row["public"].items():
             lines.append(f"{'':<10}{rule}: {value if isinstance(value, str) else f'{value:.3f}'}")
-        if "sequential_forward_ms" in row:
-            times = row["sequential_forward_ms"] / row["forward_ms"]
-            lines.append(f"{'':<10}token by token: {row['sequential_forward_ms']:.0f} ms, {times:.0f} times as long")
+        for form, value in row.get("torch_ms", {}).items():
+            lines.append(f"{'':<10}torch, {form.removesuffix('_ms').replace('_', ' ')}: {value:.1f} ms")
     step = figures["decode"]
     lines.append(
         f"decode {tuple(step['shape'].values())}: {step['step_ms']:.3f} ms, copying M and P {step['copy_ms']:.3f} ms"
