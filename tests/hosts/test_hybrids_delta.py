@@ -22,6 +22,8 @@ from surgery.evaluation.perplexity import stream_losses, window_losses
 from surgery.evaluation.text import Tokens
 from surgery.export import verify
 from surgery.export.run import export
+from surgery.inspection.horizon import horizon
+from surgery.inspection.measure import inspect_static
 from surgery.operation import apply
 from surgery.recipe import load_recipe
 
@@ -186,6 +188,17 @@ def test_a_fresh_model_starts_as_upstream_does(base):
         rate = mixer.A_log.detach().exp()
         assert rate.min() > 0 and rate.max() <= 16 and rate.std() > 0
         assert all(parameter.abs().sum() > 0 for parameter in mixer.parameters())
+
+
+def test_the_static_estimate_is_the_gate_at_rest(base):
+    """N at a projection of 0, from A_log and dt_bias alone; where each key channel has its own, the mean over them."""
+    figures = inspect_static(base).figures
+    mixers = hosts.adapter_for(hosts.read_config(base)).mixers(hosts.load_model(base, dtype=torch.float32))
+    for figure, (layer, mixer) in zip(figures, mixers.items(), strict=True):
+        with torch.no_grad():
+            decay = mixer._log_decay(torch.zeros_like(mixer.dt_bias)).reshape(mixer.geometry.num_heads, -1)
+        assert figure.layer == layer and figure.tokens is None
+        torch.testing.assert_close(torch.tensor(figure.heads).double(), horizon(decay).mean(-1), rtol=1e-5, atol=0)
 
 
 def test_convolutions_cut_in_thirds_are_refused(tmp_path):
