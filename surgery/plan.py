@@ -99,14 +99,16 @@ class Plan:
         return RUNTIME_BYTES + max(writing, model)
 
     def surgery(self) -> dict[str, Any]:
-        """What config.json says under ``surgery``."""
-        return {
-            "schema": 1,
-            "rule": self.recipe.memory.rule,
-            "layers": list(self.layers),
-            "options": self.options,
-            "base": self.recipe.model,
-        }
+        """What config.json says under ``surgery``: this operation, and those that the base has behind it."""
+        from surgery.hosts import commit
+        from surgery.models.configuration import Swap
+
+        before = self.base.config.get("surgery") or {}
+        rules = dict(swapped_before(self.base, self.adapter))
+        rules |= dict.fromkeys(self.layers, (self.recipe.memory.rule, self.options))
+        about = {"base": before.get("base", self.recipe.model)}
+        found = before.get("revision") if before else commit(self.base.directory)
+        return Swap(rules).written(**about, **({"revision": found} if found else {}))
 
     def create_memory(self, layer: int) -> MemoryRule:
         """The new memory of one layer, at the recipe's start, drawn from the recipe's seed."""
@@ -162,7 +164,7 @@ def make_plan(
             recipe says, the tokenizer does not fit.
     """
     checkpoint, adapter = open_base(recipe, offline=offline, base=base)
-    layers, horizons = resolve_layers(recipe, adapter.mixer_layers(checkpoint.config), checkpoint, measure)
+    layers, horizons = resolve_layers(recipe, swappable(checkpoint, adapter), checkpoint, measure)
     check_mixers(recipe, checkpoint, adapter, layers)
     options, added, exact_limit = plan_memory(recipe, checkpoint, adapter, layers)
     dose = 1.0 if recipe.memory.start == "paper" else 0.0
@@ -248,14 +250,24 @@ def open_base(
         directory = base or resolve(recipe.model, recipe.revision, offline)
         checkpoint = open_checkpoint(directory)
         adapter = adapter_for(checkpoint.config)
-        if checkpoint.config.get("surgery"):
-            raise UsageError(
-                f"{directory}: its layers {checkpoint.config['surgery'].get('layers')} were swapped before\n"
-                "  start from the untouched base"
-            )
         check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)
         check_tokenizer(checkpoint)
     return checkpoint, adapter
+
+
+def swapped_before(checkpoint: Checkpoint, adapter: HostAdapter) -> Mapping[int, tuple[str, dict[str, Any]]]:
+    """The layers that an earlier operation swapped, each with its rule and the rule's options."""
+    from surgery.models.configuration import Swap
+
+    if not checkpoint.config.get("surgery"):
+        return {}
+    return Swap.of(adapter.parse(checkpoint.config)).rules
+
+
+def swappable(checkpoint: Checkpoint, adapter: HostAdapter) -> list[int]:
+    """The layers that hold the host's own memory."""
+    before = swapped_before(checkpoint, adapter)
+    return [layer for layer in adapter.mixer_layers(checkpoint.config) if layer not in before]
 
 
 def check_mixers(recipe: Recipe, checkpoint: Checkpoint, adapter: HostAdapter, layers: Sequence[int]) -> None:
@@ -310,6 +322,12 @@ def resolve_layers(
     if not isinstance(choice, LayerChoice):
         count = checkpoint.config.get("num_hidden_layers", max(available, default=-1) + 1)
         for index, layer in enumerate(choice):
+            if layer in (checkpoint.config.get("surgery") or {}).get("layers", ()):
+                raise recipe.error(
+                    ("layers", index),
+                    f"layer {layer} was swapped before",
+                    f"layers that were not: {ranges(available)}; surgery revert gives a layer its own memory back",
+                )
             if layer not in available:
                 problem = (
                     f"layer {layer} does not exist: the model has {count}, 0 to {count - 1}"
@@ -332,8 +350,13 @@ def resolve_layers(
     return tuple(sorted(chosen)), {metric: dict(by_layer) for metric, by_layer in horizons.items()}
 
 
-def inspection_measure(device: str = "cpu", progress: Callable[[int, int], Any] | None = None) -> Measure:
-    """A measurement of every layer's N_t on the recipe's inspection text."""
+def inspection_measure(
+    device: str = "cpu",
+    progress: Callable[[int, int], Any] | None = None,
+    say: Callable[[str], Any] | None = None,
+) -> Measure:
+    """A measurement of every layer's N_t on the recipe's inspection text, block by block where the model does not fit
+    into memory (``say`` is called with a line about it)."""
 
     def measure(directory: Path, recipe: Recipe) -> dict[str, dict[int, float]]:
         from surgery.inspection.measure import inspect_model
@@ -341,7 +364,14 @@ def inspection_measure(device: str = "cpu", progress: Callable[[int, int], Any] 
         root = recipe.path.parent
         with at(recipe, ("inspection", "data") if recipe.inspection.data else ("data",)):
             found = inspect_model(
-                directory, recipe.inspection_data, recipe.inspection.tokens, device, root=root, progress=progress
+                directory,
+                recipe.inspection_data,
+                recipe.inspection.tokens,
+                device,
+                root=root,
+                progress=progress,
+                offload=None,
+                say=say,
             )
         return {
             metric: {figure.layer: figure.figure(metric) for figure in found.figures}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.reading import Checkpoint
 from surgery.errors import UsageError
-from surgery.plan import at, check_mixers, open_base, plan_memory, ranges, resolve_layers
+from surgery.plan import at, check_mixers, open_base, plan_memory, ranges, resolve_layers, swappable
 from surgery.recipe import LayerChoice, Recipe, format_count
 from surgery.recipe.document import KeyPath
 
@@ -63,12 +64,12 @@ def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
     try:
         directory = resolve(recipe.model, recipe.revision, offline=True)
     except UsageError as error:
-        if recipe.bundled:
+        if recipe.bundled or Path(recipe.model).expanduser().is_dir():
             with at(recipe, ("model",)):
                 raise
         return None, _check("model", f"{str(error).splitlines()[0]}; layers and shapes stay unchecked", checked=False)
     checkpoint, adapter = open_base(recipe, base=directory)
-    available = adapter.mixer_layers(checkpoint.config)
+    available = swappable(checkpoint, adapter)
     choice = recipe.layers
     measured = isinstance(choice, LayerChoice) and choice.random is None
     # a choice by N_t is made when the model runs; whether it can be made is known now

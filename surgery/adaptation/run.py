@@ -44,7 +44,8 @@ from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory, write_atomic
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.loading import load_tokenizer, locate
-from surgery.hosts import adapter_for, load_model, resolve
+from surgery.hosts import adapter_for, commit, load_model, resolve
+from surgery.hosts import read_config as completed_config
 from surgery.kernels import dispatch
 from surgery.memory import create
 from surgery.plan import why_inexact
@@ -80,7 +81,8 @@ def distill(
     options = options or Options()
     # the other processes wait while the first tokenises or measures, however long that takes
     state = PartialState(cpu=options.device == "cpu", timeout=timedelta(days=7))
-    base = resolve(recipe.model, recipe.revision, offline)
+    with state.main_process_first():  # which downloads, or converts, where that is needed
+        base = resolve(recipe.model, recipe.revision, offline)
     with state.main_process_first():
         manifest = _begin(recipe, run, base, start, options, offline)
     starts = [run / "applied", *(phase_folder(run, i, p) / "model" for i, p in enumerate(recipe.phases))]
@@ -171,16 +173,16 @@ def _begin(
         drift = _apply(recipe, applied, options, offline) if start is None else _copy(locate(start).path, applied)
     elif manifest is None and start is not None:
         _check_same(locate(start).path, applied)
-    swap = _swap(recipe, applied)
+    swap = _swap(recipe, applied, base)
     if manifest is None:
         manifest = RunManifest(
             surgery=surgery.__version__,
             recipe=recipe.name,
             base=recipe.model,
-            revision=recipe.revision,
+            revision=commit(base) or recipe.revision,
             layers=swap["layers"],
             rule=swap["rule"],
-            exact=_is_exact(open_checkpoint(applied), open_checkpoint(base), swap),
+            exact=_is_exact(open_checkpoint(applied), open_checkpoint(base)),
             drift=drift,
         )
     manifest.recipe, manifest.overrides = recipe.name, list(recipe.overrides)
@@ -254,27 +256,40 @@ def _check_same(source: Path, applied: Path) -> None:
         raise UsageError(f"--from {source}: {applied} holds another checkpoint already\n  name a new --run")
 
 
-def _swap(recipe: Recipe, applied: Path) -> dict[str, Any]:
-    """What the starting checkpoint says was swapped, checked against the recipe."""
+def _swap(recipe: Recipe, applied: Path, base: Path) -> dict[str, Any]:
+    """What the starting checkpoint says was swapped, checked against the recipe; what the base had swapped before
+    stays."""
     swap = read_config(applied).get("surgery") or {}
     if not swap.get("layers"):
         raise UsageError(f"{applied}: no layer of this checkpoint was swapped\n  make one with: surgery apply RECIPE")
-    if swap["rule"] != recipe.memory.rule:
-        raise recipe.error(
-            ("memory", "rule"), f"{applied} holds {swap['rule']} memories", f"write rule: {swap['rule']}"
-        )
-    if isinstance(recipe.layers, tuple) and sorted(recipe.layers) != sorted(swap["layers"]):
+    earlier = (read_config(base).get("surgery") or {}).get("layers", [])
+    rules = {rule for layer, (rule, _) in _rules(applied).items() if layer not in earlier}
+    if rules and rules != {recipe.memory.rule}:
+        found = " and ".join(sorted(rules))
+        raise recipe.error(("memory", "rule"), f"{applied} holds {found} memories", f"write rule: {found}")
+    if isinstance(recipe.layers, tuple) and sorted({*recipe.layers, *earlier}) != sorted(swap["layers"]):
         raise recipe.error(("layers",), f"{applied} was swapped in layers {swap['layers']}", "name the same layers")
     return swap
 
 
-def _is_exact(applied: Checkpoint, base: Checkpoint, swap: Mapping[str, Any]) -> bool:
+def _rules(checkpoint: Path) -> Mapping[int, tuple[str, dict[str, Any]]]:
+    """Swapped layer -> its rule and the rule's options."""
+    from surgery.models.configuration import Swap
+
+    config = completed_config(checkpoint)
+    return Swap.of(adapter_for(config).parse(config)).rules
+
+
+def _is_exact(applied: Checkpoint, base: Checkpoint) -> bool:
     """Whether the starting checkpoint computes what the base does: its tensors, and memories at an exact limit."""
     adapter = adapter_for(base.config)
-    for layer in swap["layers"]:
-        memory = create(swap["rule"], adapter.geometry(base.config, layer), **swap.get("options", {}))
+    earlier = (base.config.get("surgery") or {}).get("layers", [])
+    for layer, (rule, options) in _rules(applied.directory).items():
+        if layer in earlier:
+            continue
+        memory = create(rule, adapter.geometry(base.config, layer), **options)
         dose = float(applied.read(f"{adapter.tensor_prefix(applied.config, layer)}memory.dose"))
-        if why_inexact(swap["rule"], adapter.name, dose, memory.exact_limit) is not None:
+        if why_inexact(rule, adapter.name, dose, memory.exact_limit) is not None:
             return False
     return all(name in applied.tensors and applied.read(name).equal(base.read(name)) for name in base.tensors)
 

@@ -169,8 +169,8 @@ def _no_weights(directory: Path) -> str:
     if pickles:
         return (
             f"{directory}: the weights are pickled ({_some(pickles)}), and reading a pickle can run code hidden in it\n"
-            "  convert them once, where you trust them: load the model with its own library and save_pretrained() it,\n"
-            "  which writes safetensors"
+            "  if you trust them: add --allow-pickle (pytorch_model.bin alone, read as tensors and nothing else), or load\n"
+            "  the model with its own library and save_pretrained() it, which writes safetensors"
         )
     return f"{directory}: holds no {SINGLE} and no {INDEX}\n  a model is a directory with config.json and safetensors"
 

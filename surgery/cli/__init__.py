@@ -16,10 +16,12 @@ COMMANDS: tuple[str, ...] = (
     "recipes",
     "validate",
     "apply",
+    "revert",
     "distill",
     "export",
     "reproduce",
     "check",
+    "hosts",
 )
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.common import DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
 from surgery.cli.validate import OfflineOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def apply(
     drift: DriftOption = "full",
     link: LinkOption = False,
     settings: SetOption = None,
+    allow_pickle: AllowPickleOption = False,
     offline: OfflineOption = False,
     device: DeviceOption = "auto",
     json_target: JsonOption = None,

@@ -22,6 +22,25 @@ JsonOption = Annotated[
 DeviceOption = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")]
 
 
+def _allow_pickle(context: typer.Context, value: bool) -> bool:
+    """Holds until the command ends."""
+    if value:
+        from surgery.checkpoint.pickles import pickles_allowed
+
+        context.with_resource(pickles_allowed())
+    return value
+
+
+AllowPickleOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-pickle",
+        callback=_allow_pickle,
+        help="Read a base whose weights are pickled (pytorch_model.bin); they are converted to safetensors once.",
+    ),
+]
+
+
 def pick_device(name: str) -> str:
     """The torch device for ``auto``, ``cpu`` or ``cuda``.
 

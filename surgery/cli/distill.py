@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgery.cli.common import DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
 from surgery.cli.validate import OfflineOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def distill(
     save_every: SaveOption = None,
     recompute: RecomputeOption = False,
     evaluation: EvaluationOption = True,
+    allow_pickle: AllowPickleOption = False,
     offline: OfflineOption = False,
     device: DeviceOption = "auto",
     json_target: JsonOption = None,

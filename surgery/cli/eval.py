@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surgery.cli.common import DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
 from surgery.cli.inspect import MODEL_HELP, TEXT_HELP, count_option
 
 
@@ -37,6 +37,7 @@ def evaluate(
     plot: Annotated[
         str | None, typer.Option("--plot", metavar="PATH", help="Draw the result: .png, .pdf or .svg.")
     ] = None,
+    allow_pickle: AllowPickleOption = False,
     json_target: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgery.cli.common import DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
 
 if TYPE_CHECKING:
     from surgery.inspection.measure import Inspection
@@ -38,6 +39,23 @@ def inspect(
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="palimpsa|bayesian", help="The recipe's memory rule.")
     ] = None,
+    allow_pickle: AllowPickleOption = False,
+    probe: Annotated[
+        str | None,
+        typer.Option(
+            "--probe",
+            metavar="RULE",
+            help="Swap each layer alone for palimpsa or bayesian, in memory, and measure on the text's first 4096 "
+            "tokens how far the model drifts at dose 1 and how its loss slopes at dose 0.",
+        ),
+    ] = None,
+    offload: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload/--no-offload",
+            help="Read each block from the disk when it runs, or load the whole model; default: what fits.",
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Of a hub model.")] = None,
     json_target: JsonOption = None,
     device: DeviceOption = "auto",
@@ -45,18 +63,22 @@ def inspect(
     """Rank a model's layers by their forgetting horizon N_t = 1/(1 - alpha_t).
 
     Streams text through the model and measures the decay alpha_t of every layer and head. On an upgraded model the
-    state of each swapped layer is described too.
+    state of each swapped layer is described too. With --probe, what a swap of each layer would cost and offer stands
+    beside it: KL from the model as it is at dose 1, and d loss / d dose at dose 0, in nats a token.
 
     [dim]Examples[/dim]
       surgery inspect bundled:tiny-mamba2
       surgery inspect ./my-model --text book.txt --tokens 256k --metric log-mean --plot layers.png
       surgery inspect ./my-model --static --json -
       surgery inspect bundled:tiny-gdn --top 4 --recipe mine.yaml --memory bayesian
+      surgery inspect bundled:tiny-mamba2 --probe palimpsa --tokens 4k
+      surgery inspect ./larger-than-memory --offload --tokens 8k
     """
     from surgery.cli.common import check_json, err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.plots import check_plot_path
+    from surgery.hosts import ADAPTERS
     from surgery.inspection.draft import DEFAULT_MEMORY, MEMORIES, check_recipe_path, draft_recipe, write_recipe
     from surgery.inspection.horizon import check_metric
     from surgery.inspection.measure import inspect_model, inspect_static
@@ -67,6 +89,10 @@ def inspect(
     limit = count_option("--tokens", tokens)
     if static and text is not None:
         raise UsageError("--static reads no text; leave out --text, or --static")
+    if static and (probe is not None or offload is not None):
+        raise UsageError(f"--static runs no model; leave out {'--probe' if probe else '--offload'}, or --static")
+    if probe is not None and probe not in MEMORIES:
+        raise UsageError(f"--probe {probe}: choose {' or '.join(MEMORIES)}")
     if memory is not None and recipe is None:
         raise UsageError("--memory is the recipe's; add --recipe OUT.yaml")
     if memory is not None and memory not in MEMORIES:
@@ -83,8 +109,18 @@ def inspect(
         found = inspect_static(model, revision)
     else:
         with progress_bars() as bars:
-            advance = lambda done, total: bars("tokens", done, total)  # noqa: E731
-            found = inspect_model(model, text or "bundled", limit, where, revision=revision, progress=advance)
+            found = inspect_model(
+                model,
+                text or "bundled",
+                limit,
+                where,
+                revision=revision,
+                progress=partial(bars, "tokens"),
+                offload=offload,
+                say=lambda line: err.print(line, style="dim", highlight=False, soft_wrap=True),
+                probe=probe,
+                probe_progress=partial(bars, f"layers with {probe}"),
+            )
     layers = len(found.figures)
     if top is not None and top > layers:
         raise UsageError(f"--top {top}: the model has only {layers} layers with such a mixer")
@@ -97,7 +133,7 @@ def inspect(
         plot_horizons(found.figures, metric, result["chosen"], f"{model}: forgetting horizon N_t {how}", plot)
         err.print(f"picture: {plot}", style="dim", highlight=False)
     if recipe is not None:
-        rule = memory or DEFAULT_MEMORY[found.host]
+        rule = memory or DEFAULT_MEMORY[next(host.style for host in ADAPTERS if host.name == found.host)]
         write_recipe(Path(recipe), draft_recipe(found, metric, top, rule, text or "bundled"))
         err.print(f"recipe: {recipe}; next: surgery validate {recipe}", style="dim", highlight=False)
 
@@ -137,25 +173,37 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
     table = Table(box=None, pad_edge=False, header_style="bold")
     capped = any(figure.capped for figure in found.figures)
     upgraded = any(figure.rule != "host" for figure in found.figures)
-    titles = ["layer", "mean", "log-mean", "median", "p10", "p90", "heads"]
+    probed = {one.layer: one for one in found.probe.layers} if found.probe else {}
+    titles = ["layer", "mean", "log-mean", "median", "p10", "p90"] + ["heads"] * (not probed)  # or no line would hold it
     titles += ["capped"] * capped + ["memory"] * upgraded + [DIAGNOSTICS.get(name, name) for name in extra]
+    titles += ["KL", "slope"] if probed else []
     for title in titles:
         marked = title == metric
         table.add_column(f"[underline]{title}[/underline]" if marked else title, justify="right", no_wrap=True)
     for figure in ranked(found.figures, metric):
         values = (figure.mean, figure.log_mean, figure.median, figure.p10, figure.p90)
-        heads = f"{min(figure.heads):,.0f}-{max(figure.heads):,.0f}"
+        heads = [f"{min(figure.heads):,.0f}-{max(figure.heads):,.0f}"] * (not probed)
         described = [_middle((figure.diagnostics or {}).get(name)) for name in extra]
         mark = figure.layer in chosen
         share = [f"{figure.capped:.1%}"] * capped
         rule = ["" if figure.rule == "host" else figure.rule] * upgraded
         layer = f"● {figure.layer:>3}" if mark else f"{figure.layer}"
-        row = (layer, *map(_number, values), heads, *share, *rule, *described)
+        one = probed.get(figure.layer)
+        tried = [f"{one.kl:.3g}", f"{one.slope:+.3g}"] if one else ["", ""] * bool(probed)
+        row = (layer, *map(_number, values), *heads, *share, *rule, *described, *tried)
         table.add_row(*row, style="bold" if mark else None)
     out.print(table)
     out.print(f"● the {len(chosen)} of highest {metric}: {', '.join(map(str, result['chosen']))}", highlight=False)
-    notes = ["heads: least and most of a head's mean", *(f"{DIAGNOSTICS.get(n, n)}: median of heads" for n in extra)]
-    out.print("; ".join(notes), style="dim", highlight=False)
+    notes = [*(["heads: least and most of a head's mean"] * (not probed)), *(f"{DIAGNOSTICS.get(n, n)}: median of heads" for n in extra)]
+    if notes:
+        out.print("; ".join(notes), style="dim", highlight=False)
+    if found.probe:
+        out.print(
+            f"KL at dose 1, slope of the loss at dose 0: nats a token, the layer alone swapped for {found.probe.rule}; "
+            f"{found.probe.tokens:,} tokens in windows of {found.probe.context}, loss {found.probe.loss:.4f}",
+            style="dim",
+            highlight=False,
+        )
 
 
 def _number(value: float) -> str:

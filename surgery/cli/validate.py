@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.common import JsonOption
+from surgery.cli.common import AllowPickleOption, JsonOption
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
 SetOption = Annotated[
@@ -15,7 +15,12 @@ SetOption = Annotated[
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a hub; use what is on this machine.")]
 
 
-def validate(recipe: RecipeArgument, settings: SetOption = None, json_target: JsonOption = None) -> None:
+def validate(
+    recipe: RecipeArgument,
+    settings: SetOption = None,
+    allow_pickle: AllowPickleOption = False,
+    json_target: JsonOption = None,
+) -> None:
     """Check a recipe: its keys always, its model and its text where they are on this machine.
 
     Nothing is downloaded. What could not be checked is listed as such, and is no failure.

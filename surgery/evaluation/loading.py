@@ -76,7 +76,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     noisy.setLevel(logging.ERROR)
     try:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception:  # a model type that the Auto classes do not know; the file says enough
             if not (path / "tokenizer.json").is_file():
                 raise

@@ -28,7 +28,7 @@ from surgery.hosts.nemotron_h import NemotronHAdapter
 from surgery.hosts.olmo_hybrid import OlmoHybridAdapter
 from surgery.hosts.qwen3_5 import Qwen3_5Adapter, Qwen3_5MoeAdapter
 from surgery.hosts.qwen3_next import Qwen3NextAdapter
-from surgery.hosts.resolve import bundled, resolve
+from surgery.hosts.resolve import bundled, commit, resolve
 from surgery.hosts.zamba2 import Zamba2Adapter
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "HostAdapter",
     "adapter_for",
     "bundled",
+    "commit",
     "complete_config",
     "decode_floats",
     "encode_floats",

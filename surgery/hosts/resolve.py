@@ -1,14 +1,27 @@
-"""From the name of a model to a directory: ``bundled:NAME``, a directory, or a hub id."""
+"""From the name of a model to a directory: ``bundled:NAME``, a directory, or a hub id.
+
+A hub's files are kept in huggingface_hub's own cache (HF_HOME); its token is HF_TOKEN's, or that of ``hf auth login``;
+HF_HUB_OFFLINE, or ``offline``, keeps to the cache. No code of a repository is ever run: see
+:func:`surgery.hosts.adapter_for`.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
 from surgery.errors import UsageError
 
-FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")  # weights, configurations, tokenizers
+FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*")  # weights, tokenizers
+PICKLES = ("pytorch_model*.bin",)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+# the tokenizer of mamba_ssm's own checkpoints, which hold none: their authors name it where they use them
+NEOX = "EleutherAI/gpt-neox-20b"
+NEOX_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+NEOX_VOCABULARY = range(50277, 50289)
 
 
 def bundled() -> dict[str, Path]:
@@ -20,7 +33,7 @@ def bundled() -> dict[str, Path]:
 
 
 def resolve(model: str, revision: str | None = None, offline: bool | None = None) -> Path:
-    """The directory of ``model``, downloaded first if it is a hub id.
+    """The directory of ``model``, downloaded first if it is a hub id, and converted if its weights are pickled.
 
     Args:
         model: ``bundled:NAME``, a directory, or a hub id ``owner/name``; an existing directory wins over the hub.
@@ -28,7 +41,8 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
         offline: True to look in the local cache only; None leaves it to HF_HUB_OFFLINE.
 
     Raises:
-        UsageError: there is no such model, or it is not in the cache and the hub cannot be reached.
+        UsageError: there is no such model, it is not in the cache and the hub cannot be reached, or its weights are
+            pickled and that was not allowed (:func:`surgery.checkpoint.pickles.pickles_allowed`).
     """
     if model.startswith("bundled:"):
         name = model.removeprefix("bundled:")
@@ -39,32 +53,75 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
         return known[name]
     path = Path(model).expanduser()
     if path.is_dir():
-        return path
+        return unpickled(path, model)
     if path.exists():
         raise UsageError(f"{model}: a file; give the checkpoint's directory")
     if not HUB_ID.fullmatch(model):
         raise UsageError(f"{model}: no such directory, and no hub id (owner/name) or bundled:NAME either")
-    return _download(model, revision, offline)
+    found = _download(model, revision, offline, FILES)
+    if not any(found.glob("*.safetensors")):
+        if not pickles_are_allowed() and not any(found.glob("pytorch_model*.bin")):
+            raise UsageError(
+                f"{model}: holds no safetensors; if its weights are pickled (pytorch_model.bin) and you trust them, "
+                "add --allow-pickle"
+            )
+        if pickles_are_allowed():
+            found = _download(model, revision, offline, (*FILES, *PICKLES))
+    usable = unpickled(found, model)
+    if usable != found:
+        _add_tokenizer(usable, offline)
+    return usable
 
 
-def _download(model: str, revision: str | None, offline: bool | None) -> Path:
+def commit(directory: Path) -> str | None:
+    """The commit of a directory that came from a hub, None of any other."""
+    source = Path(origin(directory).get("from") or directory)
+    return source.name if source.parent.name == "snapshots" else None
+
+
+def _download(model: str, revision: str | None, offline: bool | None, patterns: tuple[str, ...]) -> Path:
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
+    of = f" (revision {revision!r})" if revision else ""
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                model, revision=revision, allow_patterns=list(FILES), local_files_only=bool(offline)
+                model, revision=revision, allow_patterns=list(patterns), local_files_only=bool(offline)
             )
         )
     except errors.RevisionNotFoundError:
         raise UsageError(f"{model}: the hub has no revision {revision!r} of it") from None
     except errors.GatedRepoError:
-        raise UsageError(f"{model}: access is restricted; accept its terms on the hub and log in") from None
-    except errors.RepositoryNotFoundError:
-        raise UsageError(f"{model}: no such directory, and no such model on the hub (or it is private)") from None
-    except Exception as error:  # no network shows as any of several libraries' errors
-        name = type(error).__name__
         raise UsageError(
-            f"{model}: not in the local cache, and the hub cannot be reached ({name}); give a directory instead"
+            f"{model}: access is restricted: accept its terms at https://huggingface.co/{model}, then log in with "
+            "`hf auth login` or set HF_TOKEN"
         ) from None
+    except errors.RepositoryNotFoundError:
+        raise UsageError(
+            f"{model}: no such directory, and no such model on the hub; if it is private, log in with `hf auth login` "
+            "or set HF_TOKEN"
+        ) from None
+    except Exception as error:  # no network shows as any of several libraries' errors
+        reason = "offline" if offline or constants.HF_HUB_OFFLINE else type(error).__name__
+        raise UsageError(
+            f"{model}{of}: not in the local cache, and the hub cannot be reached ({reason}); give a directory instead"
+        ) from None
+
+
+def _add_tokenizer(directory: Path, offline: bool | None) -> None:
+    """Give a converted checkpoint of mamba_ssm's own its tokenizer, where it can be had."""
+    from surgery.checkpoint.files import copy_file
+
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if (directory / "tokenizer.json").is_file() or "ssm_cfg" not in config:
+        return
+    if config.get("vocab_size") not in NEOX_VOCABULARY:
+        return
+    try:
+        source = _download(NEOX, None, offline, NEOX_FILES)
+    except UsageError:
+        return  # whoever needs a tokenizer says that there is none
+    for name in NEOX_FILES:
+        if (source / name).is_file() and not (directory / name).is_file():
+            copy_file(source / name, directory / name)

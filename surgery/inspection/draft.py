@@ -12,7 +12,7 @@ from surgery.inspection.horizon import ranked
 from surgery.inspection.measure import Inspection
 
 MEMORIES = ("palimpsa", "bayesian")
-DEFAULT_MEMORY = {"mamba2": "palimpsa", "gated_deltanet": "bayesian"}
+DEFAULT_MEMORY = {"additive": "palimpsa", "delta": "bayesian"}  # by the style of the host's own rule: exact at dose 0
 
 _OPTIONS = {
     "palimpsa": """\

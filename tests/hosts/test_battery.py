@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from surgery.evaluation.text import Tokens
 from surgery.inspection.horizon import horizon, measure_horizons
 from surgery.operation import apply
 from surgery.recipe import load_recipe
+from surgery.revert import revert
 
 LENGTH = 37
 
@@ -180,6 +182,18 @@ def test_apply_at_dose_zero(case, case_base, recipe, rule, tmp_path, text):
         text, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(text), use_cache=False
     )
     assert torch.equal(generated, uncached) and generated.shape == (2, LENGTH + 5)
+
+    back = revert(str(out), tmp_path / "back")
+    assert back.identical and raw_tensors(tmp_path / "back") == before
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    given = json.loads((case_base / "config.json").read_text())
+    assert {key: written.get(key) for key in ("model_type", "architectures", "surgery")} == {
+        key: given.get(key) for key in ("model_type", "architectures", "surgery")
+    }
+    if rule == "host":
+        restored = hosts.load_model(tmp_path / "back", dtype=torch.float32)
+        with torch.no_grad():
+            assert torch.equal(restored(text).logits, hosts.load_model(case_base, dtype=torch.float32)(text).logits)
 
 
 def test_a_swapped_model_keeps_the_contract(case, recipe, tmp_path, text):

@@ -1,0 +1,197 @@
+"""Pickled weights, turned into safetensors once, in a cache; everything else reads only those.
+
+A pickle can hold code that runs when it is read. torch.load's ``weights_only`` refuses all but tensors and plain
+values; still, nothing is read before the user has said that the file is to be trusted (``--allow-pickle``). What was
+converted is known by the pickle's place, size and time, and needs no such word again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SINGLE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+RECORD = "converted.json"  # beside the converted weights: where they come from
+_allowed: ContextVar[bool] = ContextVar("allow_pickle", default=False)
+
+
+@contextmanager
+def pickles_allowed(allowed: bool = True) -> Iterator[None]:
+    """Within the block, pickled weights may be read: what ``--allow-pickle`` says."""
+    token = _allowed.set(allowed)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def pickles_are_allowed() -> bool:
+    """Whether pickled weights may be read here."""
+    return _allowed.get()
+
+
+def unpickled(directory: Path, name: str | None = None) -> Path:
+    """The directory itself, or where its weights are pickled and there are no others, their conversion.
+
+    Args:
+        name: what the user calls the model, for messages.
+
+    Raises:
+        UsageError: the pickle has not been allowed, or holds more than tensors, or is damaged.
+    """
+    if any(directory.glob("*.safetensors")):
+        return directory
+    files = pickle_files(directory)
+    if not files:
+        return directory
+    target = cache_folder() / _key(files)
+    if (target / "config.json").is_file():
+        return target
+    if not _allowed.get():
+        raise UsageError(
+            f"{name or directory}: its weights are pickled ({files[0].name}), and reading a pickle can run code hidden "
+            "in it; if you trust it, add --allow-pickle"
+        )
+    _convert(directory, files, target)
+    return target
+
+
+def pickle_files(directory: Path) -> list[Path]:
+    """The pickled weight files of a checkpoint directory, none where it has no such weights.
+
+    Raises:
+        UsageError: the index is damaged, or names files that are not there.
+    """
+    from surgery.checkpoint.reading import read_json
+
+    index = directory / INDEX
+    if not index.is_file():
+        return [directory / SINGLE] if (directory / SINGLE).is_file() else []
+    document = read_json(index)
+    names = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise UsageError(f"{index}: has no weight_map from tensors to files\n  download the checkpoint again")
+    files = [directory / name for name in sorted(set(names.values()))]
+    for file in files:
+        if file.parent != directory or file.suffix != ".bin" or not file.is_file():
+            raise UsageError(f"{index}: names {file.name}, which is no weight file beside it\n  download it again")
+    return files
+
+
+def cache_folder() -> Path:
+    """Where conversions are kept: SURGERY_CACHE, or beside the hub's cache."""
+    root = os.environ.get("SURGERY_CACHE")
+    if root:
+        return Path(root).expanduser() / "converted"
+    from huggingface_hub import constants
+
+    return Path(os.environ.get("HF_HOME") or constants.HF_HOME).expanduser() / "surgery" / "converted"
+
+
+def origin(directory: Path) -> dict[str, Any]:
+    """What a conversion says of itself: ``from``, the directory of the pickle; nothing of another directory."""
+    file = directory / RECORD
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _key(files: list[Path]) -> str:
+    parts = []
+    for file in files:
+        status = file.resolve().stat()
+        parts.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _convert(directory: Path, files: list[Path], target: Path) -> None:
+    from surgery.checkpoint.files import copy_file
+    from surgery.checkpoint.reading import CONFIG, TensorEntry, read_config
+    from surgery.checkpoint.staging import staged_directory
+    from surgery.checkpoint.tensorfile import write_tensors
+    from surgery.checkpoint.writing import companions, write_json
+    from surgery.hosts import adapter_for
+    from surgery.plan import DTYPE_NAMES
+
+    config = read_config(directory)
+    ties = adapter_for(config).ties(config)
+    needed = sum(file.stat().st_size for file in files) + 1_000_000
+    try:
+        with staged_directory(target, needed) as staging:
+            weight_map: dict[str, str] = {}
+            for number, file in enumerate(files, 1):
+                tensors = read_pickle(file)
+                tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
+                shard = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+                entries = []
+                for name, tensor in tensors.items():
+                    dtype = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+                    if dtype is None:
+                        raise UsageError(
+                            f"{file}: {name} is of type {tensor.dtype}; only {', '.join(DTYPE_NAMES)} are read\n"
+                            "  use the model's unquantised weights"
+                        )
+                    entries.append(TensorEntry(name, dtype, tuple(tensor.shape), shard))
+                    weight_map[name] = shard
+                write_tensors(staging / shard, entries, tensors.__getitem__)
+                del tensors
+            write_json(staging / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+            for path in companions(directory):
+                copy_file(directory / path, staging / path)
+            write_json(staging / RECORD, {"from": str(directory), "files": [file.name for file in files]})
+            copy_file(directory / CONFIG, staging / CONFIG)
+    except (UsageError, OSError):
+        if not (target / CONFIG).is_file():  # otherwise another process was faster
+            raise
+
+
+def read_pickle(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled state dict by name, mapped into memory where the file allows it.
+
+    Raises:
+        UsageError: it is damaged, or holds anything but tensors.
+    """
+    import pickle
+    import warnings
+
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap" not in str(error):
+                    raise
+                found = torch.load(file, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
+        raise UsageError(
+            f"{file}: holds more than tensors, and is not read{': ' + ' '.join(reason.split())[:160] if reason else ''}"
+            "\n  it may be damaged, or hold code: get the weights as safetensors, or from a source you trust"
+        ) from None
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise UsageError(f"{file}: truncated or damaged ({reason})\n  download this file again") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items()
+    ):
+        raise UsageError(f"{file}: is no state dict (a mapping from names to tensors)\n  give a model's weights")
+    return found
