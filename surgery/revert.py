@@ -125,7 +125,8 @@ def revert(
     prefixes = tuple(adapter.tensor_prefix(source.config, layer) + "memory." for layer in chosen)
     removed = tuple(name for name in source.tensors if name.startswith(prefixes))
     rest = replace(source, tensors={name: entry for name, entry in source.tensors.items() if name not in removed})
-    check_tensors(rest, adapter.expected_tensors(config), adapter.name)
+    shapes = {entry.name: entry.shape for entry in rest.tensors.values()}
+    check_tensors(rest, adapter.expected_tensors(adapter.completed(config, shapes)), adapter.name)
     report = Reverted(
         model=model,
         output=final,
