@@ -130,7 +130,8 @@ def inspect(
         _print(out, found, metric, result)
     if plot is not None:
         how = "estimated from A_log and dt_bias" if found.static else f"on {found.tokens:,} tokens of {found.text}"
-        plot_horizons(found.figures, metric, result["chosen"], f"{model}: forgetting horizon N_t {how}", plot)
+        title = f"{model}: forgetting horizon N_t {how}"
+        plot_horizons(found.figures, metric, result["chosen"], title, plot, found.probe)
         err.print(f"picture: {plot}", style="dim", highlight=False)
     if recipe is not None:
         rule = memory or DEFAULT_MEMORY[next(host.style for host in ADAPTERS if host.name == found.host)]
@@ -174,7 +175,8 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
     capped = any(figure.capped for figure in found.figures)
     upgraded = any(figure.rule != "host" for figure in found.figures)
     probed = {one.layer: one for one in found.probe.layers} if found.probe else {}
-    titles = ["layer", "mean", "log-mean", "median", "p10", "p90"] + ["heads"] * (not probed)  # or no line would hold it
+    titles = ["layer", "mean", "log-mean", "median", "p10", "p90"]
+    titles += ["heads"] * (not probed)  # both do not fit into 80 columns
     titles += ["capped"] * capped + ["memory"] * upgraded + [DIAGNOSTICS.get(name, name) for name in extra]
     titles += ["KL", "slope"] if probed else []
     for title in titles:
@@ -194,7 +196,8 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
         table.add_row(*row, style="bold" if mark else None)
     out.print(table)
     out.print(f"● the {len(chosen)} of highest {metric}: {', '.join(map(str, result['chosen']))}", highlight=False)
-    notes = [*(["heads: least and most of a head's mean"] * (not probed)), *(f"{DIAGNOSTICS.get(n, n)}: median of heads" for n in extra)]
+    notes = ["heads: least and most of a head's mean"] * (not probed)
+    notes += [f"{DIAGNOSTICS.get(n, n)}: median of heads" for n in extra]
     if notes:
         out.print("; ".join(notes), style="dim", highlight=False)
     if found.probe:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load, locate
 from surgery.evaluation.text import Text, encode, load_text, require_context
 from surgery.inspection.horizon import LayerHorizon, check_metric, measure_horizons, ranked, static_horizons
 
+if TYPE_CHECKING:
+    from surgery.inspection.probe import Probe
+
+SEGMENT = 2048  # tokens read at once
 LEAST_TOKENS = 256  # fewer say nothing of a layer that remembers for hundreds
 
 Progress = Callable[[int, int], Any]  # tokens read, tokens in all
@@ -25,6 +31,7 @@ class Inspection:
         model: its name. host: the family. path: the checkpoint directory.
         text: what was read; None for the estimate without data.
         tokens: how many tokens of it.
+        probe: what a swap of each layer alone makes of the model, where that was asked for.
     """
 
     model: str
@@ -33,6 +40,7 @@ class Inspection:
     figures: list[LayerHorizon]
     text: str | None
     tokens: int | None
+    probe: Probe | None = None
 
     @property
     def static(self) -> bool:
@@ -53,6 +61,7 @@ class Inspection:
             "ranking": order,
             "chosen": sorted(order[:top]),
             "layers": [figure.as_dict() for figure in self.figures],
+            "probe": self.probe.as_dict() if self.probe else None,
         }
 
 
@@ -65,6 +74,10 @@ def inspect_model(
     revision: str | None = None,
     root: Path | None = None,
     progress: Progress | None = None,
+    offload: bool | None = False,
+    say: Callable[[str], Any] | None = None,
+    probe: str | None = None,
+    probe_progress: Progress | None = None,
 ) -> Inspection:
     """Measure alpha_t of every layer and head on a text, the state carried on through it.
 
@@ -73,6 +86,10 @@ def inspect_model(
         data: a data specification; of the bundled text the part that training reads.
         tokens: at most this many tokens.
         root: where relative paths of ``data`` may stand; see :func:`surgery.evaluation.text.sources`.
+        offload, say: see :func:`surgery.evaluation.loading.load`. The figures are the same.
+        probe: a memory rule to try in each layer alone, on the text's beginning; see
+            :func:`surgery.inspection.probe.probe_layers`. The model is then loaded in float32.
+        probe_progress: called with the layers probed, and all of them.
 
     Raises:
         UsageError: no such model or text, an unsupported architecture, a text that is too short.
@@ -80,14 +97,24 @@ def inspect_model(
     """
     text = load_text(data, "train", root, limit=16 * tokens)
     located = locate(str(model), revision)
-    network, tokenizer = load(located, device)
-    return inspect_loaded(network, tokenizer, text, tokens, located, progress=progress)
+    dtype = torch.float32 if probe else None
+    network, tokenizer = load(located, device, dtype, offload=offload, window=SEGMENT, say=say)
+    found = inspect_loaded(network, tokenizer, text, tokens, located, progress=progress)
+    if probe is None:
+        return found
+    from surgery.hosts import adapter_for, read_config
+    from surgery.inspection.probe import probe_layers, probe_windows
+
+    config = read_config(located.path)
+    windows = probe_windows(encode(tokenizer, text, tokens))
+    result = probe_layers(network, adapter_for(config), config, windows, probe, progress=probe_progress)
+    return replace(found, probe=result)
 
 
 def inspect_loaded(
     network: Any, tokenizer: Any, text: Text, tokens: int, located: Located, *, progress: Progress | None = None
 ) -> Inspection:
-    """As :func:`inspect_model`, of a model in memory whose mixers are grafts."""
+    """As :func:`inspect_model`, of a model that is loaded and whose mixers are grafts."""
     from surgery.hosts import adapter_for, read_config
 
     adapter = adapter_for(read_config(located.path))
@@ -101,7 +128,7 @@ def inspect_loaded(
         if progress is not None:
             progress(done, len(encoded))
 
-    figures = measure_horizons(network, adapter.mixers(network), encoded, progress=advance)
+    figures = measure_horizons(network, adapter.mixers(network), encoded, segment=SEGMENT, progress=advance)
     return Inspection(located.name, adapter.name, located.path, figures, text.name, len(encoded))
 
 

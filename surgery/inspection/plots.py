@@ -5,15 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from surgery.evaluation.plots import new_figure, save_figure
 from surgery.inspection.horizon import LayerHorizon
+
+if TYPE_CHECKING:
+    from surgery.inspection.probe import Probe
 
 CHOSEN, OTHER = "#c1440e", "#9db4c0"
 
 
 def plot_horizons(
-    figures: list[LayerHorizon], metric: str, chosen: Collection[int], title: str, path: str | Path
+    figures: list[LayerHorizon],
+    metric: str,
+    chosen: Collection[int],
+    title: str,
+    path: str | Path,
+    probe: Probe | None = None,
 ) -> Path:
     """Bars of each layer's figure with its 10th to 90th percentile, beside the heat map of layers and heads.
 
@@ -22,6 +31,7 @@ def plot_horizons(
         chosen: the marked layers.
         title: what was measured, on what.
         path: the suffix (.png, .pdf, .svg) says the format.
+        probe: also bars of each swap's drift at dose 1, with the slope of the loss at dose 0 written beside them.
     """
     from matplotlib.colors import LogNorm
 
@@ -30,8 +40,9 @@ def plot_horizons(
     heads = max(len(figure.heads) for figure in figures)
     height = min(16.0, max(3.6, 1.6 + (0.28 if rows <= 24 else 0.19) * rows))
     written = rows * heads <= 160  # each cell has its figure in it
-    picture = new_figure(min(18.0, 7.0 + (0.3 if written else 0.1) * heads), height)
-    bars, heat = picture.subplots(1, 2, width_ratios=[1, 1.6])
+    probes = [] if probe is None else [1]
+    picture = new_figure(min(18.0, 7.0 + 3.5 * len(probes) + (0.3 if written else 0.1) * heads), height)
+    bars, *more, heat = picture.subplots(1, 2 + len(probes), width_ratios=[1, *probes, 1.6])
     places = range(rows)
     colours = [CHOSEN if figure.layer in chosen else OTHER for figure in figures]
     values = [figure.figure(metric) for figure in figures]
@@ -44,6 +55,8 @@ def plot_horizons(
     bars.set_xlabel(f"N_t, {metric} (line: p10 to p90)")
     bars.set_ylabel("layer")
     bars.grid(axis="x", alpha=0.25)
+    if probe is not None:
+        _draw_probe(more[0], probe, figures, colours)
 
     grid = [figure.heads + [math.nan] * (heads - len(figure.heads)) for figure in figures]
     least = min(min(figure.heads) for figure in figures)
@@ -62,7 +75,7 @@ def plot_horizons(
 
     step = max(1, math.ceil(rows / 64))
     shown = [row for row in places if row % step == 0 or figures[row].layer in chosen]
-    for axis in (bars, heat):
+    for axis in (bars, *more, heat):
         axis.set_yticks(shown, [str(figures[row].layer) for row in shown], fontsize=8)
         for label, row in zip(axis.get_yticklabels(), shown, strict=True):
             if figures[row].layer in chosen:
@@ -70,6 +83,22 @@ def plot_horizons(
                 label.set_fontweight("bold")
     picture.suptitle(title, fontsize=10)
     return save_figure(picture, path)
+
+
+def _draw_probe(axis: Any, probe: Probe, figures: list[LayerHorizon], colours: list[str]) -> None:
+    """Drift at dose 1 of each layer that was probed, the slope at its bar's end."""
+    found = {one.layer: one for one in probe.layers}
+    rows = [(row, found[figure.layer]) for row, figure in enumerate(figures) if figure.layer in found]
+    least = min((one.kl for _, one in rows if one.kl > 0), default=1e-6)
+    axis.barh([row for row, _ in rows], [max(one.kl, least) for _, one in rows],
+              color=[colours[row] for row, _ in rows], height=0.7)  # fmt: skip
+    for row, one in rows:
+        axis.text(max(one.kl, least), row, f" {one.slope:+.2g}", va="center", fontsize=7)
+    axis.set_xscale("log")
+    axis.set_xlim(0.5 * least, 8 * max((one.kl for _, one in rows), default=least))
+    axis.set_ylim(len(figures) - 0.5, -0.5)
+    axis.set_xlabel(f"KL at dose 1 of {probe.rule}, nats a token\n(written: slope of the loss at dose 0)")
+    axis.grid(axis="x", alpha=0.25)
 
 
 def _ticks(count: int, most: int) -> list[int]:
