@@ -27,6 +27,8 @@ ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
 }  # fmt: skip
+SMALL_DTYPES = ("I8", "U8", "I4", "U4", "F4", "F6_E2M3", "F6_E3M2")
+PACKED = (".qweight", ".qzeros", ".weight_packed")  # GPTQ and AWQ; compressed-tensors
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -100,10 +102,25 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             f"{directory / INDEX}: {_some(astray)} not in the shard that the index names\n"
             "  the index belongs to other files: download the checkpoint again"
         )
+    _check_unquantised(directory, tensors)
     from surgery.hosts import complete_config  # families are above this module; only what their configurations lack
 
     config = complete_config(config, {name: entry.shape for name, entry in tensors.items()})
     return Checkpoint(directory, config, tuple(names), tensors, metadata)
+
+
+def _check_unquantised(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuse weights that were rounded to a few bits: a swap needs them as they were trained.
+
+    Raises:
+        UsageError: a tensor of 8 bits or fewer, or one that packs several weights into an integer.
+    """
+    for entry in tensors.values():
+        if entry.dtype in SMALL_DTYPES or entry.dtype.startswith("F8") or entry.name.endswith(PACKED):
+            raise UsageError(
+                f"{directory / entry.shard}: {entry.name}: has dtype {entry.dtype}, so the weights are quantised; use "
+                "the model's unquantised weights"
+            )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -169,8 +186,8 @@ def _no_weights(directory: Path) -> str:
     if pickles:
         return (
             f"{directory}: the weights are pickled ({_some(pickles)}), and reading a pickle can run code hidden in it\n"
-            "  if you trust them: add --allow-pickle (pytorch_model.bin alone, read as tensors and nothing else), or load\n"
-            "  the model with its own library and save_pretrained() it, which writes safetensors"
+            "  if you trust them: add --allow-pickle (pytorch_model.bin alone, read as tensors and nothing else), or\n"
+            "  load the model with its own library and save_pretrained() it, which writes safetensors"
         )
     return f"{directory}: holds no {SINGLE} and no {INDEX}\n  a model is a directory with config.json and safetensors"
 
