@@ -179,7 +179,7 @@ def _begin(
             surgery=surgery.__version__,
             recipe=recipe.name,
             base=recipe.model,
-            revision=commit(base) or recipe.revision,
+            revision=commit(base),
             layers=swap["layers"],
             rule=swap["rule"],
             exact=_is_exact(open_checkpoint(applied), open_checkpoint(base)),
@@ -321,7 +321,7 @@ def _check(
     """
     options.say("checking the phases, their data and the evaluation")
     config = read_config(start)
-    tokenizer = load_tokenizer(start, config.get("vocab_size"))
+    tokenizer = load_tokenizer(start, adapter_for(config).parse(config).vocab_size)
     body = body_of(load_model(start), config, config["surgery"]["layers"])
     trainable = [parameter for parameter in body.model.parameters() if parameter.requires_grad]
     original = open_checkpoint(base)
