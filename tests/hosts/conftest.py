@@ -47,6 +47,12 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="session")
+def cases():
+    """Case name -> case."""
+    return CASES
+
+
+@pytest.fixture(scope="session")
 def case_bases():
     """Case name -> its base's directory, filled as it is asked for."""
     return {}
