@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from surgery.graft import cache as carried
 from surgery.graft import compiling
+from surgery.kernels import convolution
 from surgery.memory.base import MemoryInputs, MemoryRule
 
 
@@ -42,6 +43,8 @@ def causal_conv(x: Tensor, past: Tensor | None, weight: Tensor, bias: Tensor | N
         [B, T, C] in x's dtype, computed in float32.
     """
     tokens, width = x.shape[1], weight.shape[-1]
+    if past is None and convolution.fused(x, width):
+        return convolution.causal_conv(x, weight[:, 0], bias, reset)
     # padding fuses under torch.compile, where a concatenation is written out
     full = F.pad(x, (0, 0, width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
     if reset is None and x.device.type == "cpu" and x.dtype == weight.dtype:

@@ -34,11 +34,11 @@ def compilations(monkeypatch):
     torch.compiler.reset()
 
 
-def gradients(graft, hidden, reset, mask=None):
+def gradients(graft, hidden, reset, mask=None, weight=1.0):
     hidden = hidden.clone().requires_grad_()
     out = graft(hidden, None, mask, reset)
     parameters = [parameter for parameter in graft.parameters() if parameter.requires_grad]
-    return out, *torch.autograd.grad(out.square().sum(), [hidden, *parameters])
+    return out, *torch.autograd.grad((out * weight).sum(), [hidden, *parameters])
 
 
 @pytest.mark.parametrize("style", GRAFTS)
@@ -89,16 +89,17 @@ def test_where_training_compiles(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", ["host", "palimpsa"])
 def test_compiled_on_a_gpu(rule):
-    """Inductor's kernels under bfloat16 autocast, each against the float32 mixer on the same inputs."""
-    torch.manual_seed(0)
+    """Inductor's kernels under bfloat16 autocast, against the float32 mixer: no further off than the eager mixer."""
     graft = make("additive", rule).cuda()
     graft.memory.dose.fill_(1.0)
     hidden, reset = torch.randn(2, 333, 24, device="cuda"), torch.rand(2, 333, device="cuda") < 0.02
-    expected = gradients(graft, hidden, reset)
+    weight = torch.randn(2, 333, 24, device="cuda")
+    expected = gradients(graft, hidden, reset, weight=weight)
     with torch.autocast("cuda", torch.bfloat16):
-        eager = gradients(graft, hidden, reset)
+        eager = gradients(graft, hidden, reset, weight=weight)
         with compiling.compiled_mixers():
-            found = gradients(graft, hidden, reset)
-    for one, two, exact in zip(found, eager, expected, strict=True):
-        error = (one - exact).norm() / exact.norm()
-        assert error < 3e-2 and error < 1.5 * (two - exact).norm() / exact.norm() + 1e-3
+            found = gradients(graft, hidden, reset, weight=weight)
+    names = ["output", "input", *(name for name, p in graft.named_parameters() if p.requires_grad)]
+    for name, one, two, exact in zip(names, found, eager, expected, strict=True):
+        error, usual = ((x.float() - exact).norm() / exact.norm() for x in (one, two))
+        assert error < 2 * usual + 1e-2, (name, error, usual)

@@ -147,14 +147,16 @@ def gradients(form, arguments, reset, weights):
     return *outputs, *torch.autograd.grad(total, list(leaves.values()))
 
 
-def largest_error(form, rule, arguments, reset):
+def largest_error(form, rule, arguments, reset, without=()):
     exact = {name: x.double() for name, x in arguments.items()}
     shapes = (arguments["v"].shape, arguments["state"].shape)
     # like the outputs, of bfloat16 numbers
     weights = [torch.randn(shape).bfloat16().to(reset.device) for shape in shapes]
     expected = gradients(RULES[rule][2], exact, reset, weights)
     found = gradients(form, arguments, reset, weights)
-    return max(relative(one, other) for one, other in zip(found, expected, strict=True)), found
+    names = ("o", "after", *arguments)
+    errors = {name: relative(one, other) for name, one, other in zip(names, found, expected, strict=True)}
+    return max(error for name, error in errors.items() if name not in without), found
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -174,7 +176,8 @@ def test_half_precision_operands(rule, tokens):
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu(poisoned, rule, tokens, key_dim, value_dim, dtype):
     arguments, reset = problem(rule, tokens, key_dim, value_dim, "cuda", dtype)
-    error, found = largest_error(RULES[rule][0], rule, arguments, reset)
+    # of one token, the decay's gradient is an inner product of two random states, which may come out near zero
+    error, found = largest_error(RULES[rule][0], rule, arguments, reset, () if tokens > 1 else ("log_decay",))
     assert error < (HALF[rule] if dtype == torch.bfloat16 else 1e-5)
     assert all(x.isfinite().all() for x in found)
 
