@@ -171,6 +171,7 @@ def card(plan: Plan, name: str, measured: dict[str, Any] | None) -> str:
     recipe = plan.recipe
     rule = recipe.memory.rule
     layers = ", ".join(map(str, plan.layers))
+    base = f"`{recipe.model}`{at_commit(plan.surgery())}"
     hub = f"base_model: {recipe.model}\n" if "/" in recipe.model and not Path(recipe.model).exists() else ""
     overrides = f"\nChanged on the command line: {', '.join(f'`{item}`' for item in recipe.overrides)}\n"
     start = (
@@ -184,7 +185,7 @@ tags: [model-surgery, {rule}]
 ---
 # {name}
 
-`{recipe.model}` with the memory of layers {layers} swapped for the rule `{rule}`, at dose {plan.dose:g}.
+{base} with the memory of layers {layers} swapped for the rule `{rule}`, at dose {plan.dose:g}.
 
 **This is the swap alone. Nothing was trained after it.** {start}
 
@@ -201,6 +202,11 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{name}")
 ```
 """
+
+
+def at_commit(swap: dict[str, Any]) -> str:
+    """`` (commit ...)`` of a base that came from a hub, from ``config.surgery``."""
+    return f" (commit {swap['revision']})" if swap.get("revision") else ""
 
 
 def _drift_text(measured: dict[str, Any] | None) -> str:

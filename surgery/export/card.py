@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from surgery.operation import RECIPE_FILE
+from surgery.operation import RECIPE_FILE, at_commit
 from surgery.recipe.sizes import format_count
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def model_card(
     parts = [
         f"---\n{hub}library_name: transformers\ntags: [model-surgery, {swap['rule']}]\n---",
         f"# {name}",
-        f"`{base}` with the memory of layers {layers} {_swapped(swap['rule'])}.",
+        f"`{base}`{at_commit(swap)} with the memory of layers {layers} {_swapped(swap['rule'])}.",
         _dose(source),
         "## Adaptation",
         _phases(source),

@@ -193,7 +193,8 @@ def _evaluate(
 ) -> dict[str, Any]:
     """Measure the exported directory beside its base, as the recipe's evaluation says."""
     recipe = source.recipe
-    base = Located(source.base, locate(source.base, recipe.revision if recipe else None).path)
+    revision = source.swap.get("revision") or (recipe.revision if recipe else None)
+    base = Located(source.base, locate(source.base, revision).path)
     spec = recipe.evaluation_text if recipe else "bundled"
     root = recipe.path.parent if recipe else None
     text = load_text(spec, "heldout", root, limit=16 * EVALUATED_TOKENS)
