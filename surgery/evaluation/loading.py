@@ -81,6 +81,9 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             if not (path / "tokenizer.json").is_file():
                 raise
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
+        if not tokenizer.encode("text", add_special_tokens=False):
+            # transformers makes an empty one of a model type's class where there are no files
+            raise ValueError("no tokenizer files")
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UsageError(f"{path}: no tokenizer can be read there: {reason}\n  copy tokenizer.json beside it") from None

@@ -1,0 +1,192 @@
+"""Models by their names on a hub, without a network: a cache as the hub leaves it, a hub that answers with errors."""
+
+from __future__ import annotations
+
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from hosts_battery import raw_tensors
+from huggingface_hub import constants, errors
+
+from surgery import hosts
+from surgery.adaptation.phases import Options
+from surgery.adaptation.run import distill
+from surgery.checkpoint.pickles import pickles_allowed
+from surgery.errors import UsageError
+from surgery.export.card import model_card
+from surgery.operation import apply
+from surgery.recipe import load_recipe
+
+NAME = "some-owner/some-model"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER = "fedcba9876543210fedcba9876543210fedcba98"
+# what the hub answers: huggingface_hub's error -> what a user reads
+ANSWERS = {
+    "GatedRepoError": ("access is restricted", "hf auth login", NAME),
+    "RepositoryNotFoundError": ("no such model on the hub", "private", NAME),
+    "RevisionNotFoundError": ("no revision 'v9'", NAME),
+    "LocalEntryNotFoundError": ("not in the local cache", NAME, "v9"),
+    "OfflineModeIsEnabled": ("not in the local cache", NAME),
+    "HfHubHTTPError": ("cannot be reached", NAME),
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Factory: a hub cache that holds files of ``NAME`` at two commits, ``main`` being the first."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("SURGERY_CACHE", str(tmp_path / "surgery"))
+
+    def fill(base, other=None):
+        repository = cache / "models--some-owner--some-model"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text(COMMIT)
+        for commit, source in ((COMMIT, base), (OTHER, other or base)):
+            snapshot = repository / "snapshots" / commit
+            snapshot.mkdir(parents=True)
+            for file in source.iterdir():
+                (snapshot / file.name).symlink_to(file)
+        return repository / "snapshots" / COMMIT
+
+    return fill
+
+
+@pytest.fixture
+def base(bases, tmp_path):
+    """A checkpoint with a tokenizer."""
+    from hosts_battery import write_tokenizer
+
+    config = hosts.read_config(bases["mamba2"]) | {"vocab_size": 260}
+    directory = tmp_path / "source"
+    hosts.adapter_for(config).build(config).save_pretrained(directory)
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def make(more="", revision="main"):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(
+            f"model: {NAME}\nrevision: {revision}\nlayers: [0, 2]\nmemory: {{rule: palimpsa}}\ndata: bundled\n{more}"
+        )
+        return load_recipe(path)
+
+    return make
+
+
+def error(name):
+    kind = getattr(errors, name)
+    made = kind.__new__(kind)  # their constructors want a response of the hub
+    Exception.__init__(made, "many\nlines of an answer\nwith a request id")
+    return made
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_each_answer_is_one_line(name, monkeypatch):
+    def answer(*_, **__):
+        raise error(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    with pytest.raises(UsageError) as caught:
+        hosts.resolve(NAME, "v9")
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1 and "Traceback" not in message
+    for word in ANSWERS[name]:
+        assert word in message
+
+
+def test_what_is_asked_of_the_hub(base, monkeypatch, tmp_path):
+    asked = []
+
+    def answer(model, **options):
+        asked.append((model, options))
+        return str(base)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    assert hosts.resolve(NAME, "v2", offline=True) == base
+    (model, options), *more = asked
+    assert not more and model == NAME and options["revision"] == "v2" and options["local_files_only"] is True
+    assert not any(pattern.endswith((".bin", ".py")) for pattern in options["allow_patterns"])
+    assert "token" not in options  # huggingface_hub finds it: HF_TOKEN, or that of a login
+
+
+def test_a_cached_model_is_found_offline(base, hub):
+    snapshot = hub(base)
+    assert hosts.resolve(NAME) == snapshot
+    assert hosts.resolve(NAME, "main", offline=True) == snapshot
+    assert hosts.resolve(NAME, OTHER) == snapshot.parent / OTHER
+    assert hosts.commit(snapshot) == COMMIT and hosts.commit(base) is None
+    with pytest.raises(UsageError, match="not in the local cache"):
+        hosts.resolve(NAME, "v9")
+    with pytest.raises(UsageError, match=r"offline"):
+        hosts.resolve("some-owner/other-model")
+
+
+def test_the_commit_is_recorded(base, hub, recipe, tmp_path):
+    hub(base)
+    out = tmp_path / "out"
+    apply(recipe(), out, drift="skip")
+    assert json.loads((out / "config.json").read_text())["surgery"]["revision"] == COMMIT
+    assert f"(commit {COMMIT})" in (out / "README.md").read_text()
+
+    phase = "phases: [{kind: next-token, steps: 1, context: 16, batch: 16, learning_rate: 1.0e-3}]\n"
+    distill(recipe(phase), tmp_path / "run", options=Options(device="cpu"), evaluate=False)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["revision"] == COMMIT
+
+    from surgery.export.source import open_source
+
+    class Unchecked:
+        text, tokens, cast = "text", 1, False
+
+    card = model_card(open_source(str(tmp_path / "run")), "name", "float32", Unchecked(), None, None)
+    assert f"(commit {COMMIT})" in card and f"base_model: {NAME}" in card
+
+
+def test_a_pickle_of_a_hub_is_asked_for_once_it_is_allowed(base, hub, tmp_path, monkeypatch):
+    model = hosts.load_model(base)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_bytes((base / "config.json").read_bytes())
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    snapshot = hub(pickled)
+    with pytest.raises(UsageError, match="--allow-pickle") as caught:
+        hosts.resolve(NAME)
+    assert NAME in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    real, patterns = huggingface_hub.snapshot_download, []
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **options: patterns.append(options["allow_patterns"]) or real(name, **options),
+    )
+    with pickles_allowed():
+        directory = hosts.resolve(NAME)
+    assert hosts.commit(directory) == COMMIT and not directory.is_relative_to(snapshot)
+    assert any(pattern.endswith(".bin") for pattern in patterns[-1])
+    assert {name: value[2] for name, value in raw_tensors(directory).items()} == {
+        name: value[2] for name, value in raw_tensors(base).items()
+    }
+
+
+def test_code_of_a_repository_is_never_run(base, tmp_path):
+    """A known architecture is read without it, an unknown one refused with the reason."""
+    trace = tmp_path / "ran"
+    for name in ("modeling_x.py", "configuration_x.py", "tokenization_x.py"):
+        (base / name).write_text(f"open({str(trace)!r}, 'w')\n")
+    config = json.loads((base / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_x.C", "AutoModelForCausalLM": "modeling_x.M"}
+    (base / "config.json").write_text(json.dumps(config))
+    assert hosts.load_model(base).config.num_hidden_layers == 3
+    with pytest.raises(UsageError, match="never run"):
+        hosts.adapter_for(config | {"model_type": "something_new"})
+    from surgery.evaluation.loading import load_tokenizer
+
+    (base / "tokenizer.json").unlink()
+    (base / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokenization_x.T", null]}}')
+    with pytest.raises(UsageError, match="no tokenizer can be read"):
+        load_tokenizer(base)
+    assert not trace.exists()
