@@ -21,7 +21,7 @@ from transformers import (
     Zamba2ForCausalLM,
 )
 
-# some of them normalise in the groups of B and C since a release after 5.17, zamba2, falcon_h1 and nemotron_h always
+# bamba and granitemoehybrid normalise in the groups of B and C since a release after 5.17, the others always
 GROUPED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
 
 COMMON = dict(
@@ -135,26 +135,18 @@ def nemotron(name, floor=0.001, pattern="M-M*EM", **changes) -> Case:
     )  # fmt: skip
 
 
+# where they are compared with upstream's own
+GROUPS = {"mamba_n_groups": 2} if GROUPED else {}
+
 CASES = [
-    bamba("plain", limit=(0.01, 0.9)),
-    bamba("tied", mamba_conv_bias=False, tie_word_embeddings=True),
-    bamba("bias", mamba_proj_bias=True),
+    bamba("plain", limit=(0.01, 0.9), **GROUPS),
+    bamba("bias-tied", mamba_proj_bias=True, mamba_conv_bias=False, tie_word_embeddings=True),
     granite("dense", position_embedding_type="rope", tie_word_embeddings=True),
-    granite("experts", limit=(0.02, 0.8), num_local_experts=4, num_experts_per_tok=2),
-    zamba2("plain"),
+    granite("experts", limit=(0.02, 0.8), num_local_experts=4, num_experts_per_tok=2, **GROUPS),
     zamba2("bias", add_bias_linear=True),
     zamba2("adapters", floor=0.3, use_shared_attention_adapter=True, use_mem_rope=True, num_key_value_heads=4),
-    falcon("no-norm"),
-    falcon("norm-first", limit=(0.01, 0.6), mamba_rms_norm=True, mamba_norm_before_gate=True),
-    falcon("gate-first", mamba_rms_norm=True, mamba_norm_before_gate=False, tie_word_embeddings=True),
-    falcon("bias", mamba_proj_bias=True, mamba_conv_bias=False),
-    falcon("output-bias", projectors_bias=True, mamba_d_ssm=None),
+    falcon("no-norm-bias-tied", mamba_d_ssm=None, mamba_proj_bias=True, projectors_bias=True, tie_word_embeddings=True),
+    falcon("norm-first", limit=(0.01, 0.6), mamba_rms_norm=True, mamba_conv_bias=False),
     nemotron("experts", floor=0.2),
     nemotron("bias", pattern="M-M*-M", use_bias=True, use_conv_bias=False),
-    nemotron("dense", pattern="M-M*-M"),
-]
-if GROUPED:
-    CASES += [
-        bamba("groups", mamba_n_groups=2),
-        granite("groups", mamba_n_groups=4, num_local_experts=4, num_experts_per_tok=2),
-    ]
+]  # fmt: skip

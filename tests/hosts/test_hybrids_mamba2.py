@@ -24,7 +24,7 @@ from surgery.operation import apply
 from surgery.recipe import load_recipe
 
 # one of each family: with experts, a tied head, a limit of dt or multipliers where it has them
-CHOSEN = ("bamba-plain", "granitemoehybrid-experts", "zamba2-plain", "falcon_h1-norm-first", "nemotron_h-experts")
+CHOSEN = ("bamba-plain", "granitemoehybrid-experts", "zamba2-adapters", "falcon_h1-norm-first", "nemotron_h-experts")
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -226,11 +226,11 @@ def test_a_swap_of_a_layer_without_a_mixer_is_refused(tmp_path, base, hybrid):
         ("bamba-plain", {"hidden_act": "gelu"}, "hidden_act"),
         ("bamba-plain", {"mamba_n_groups": 3}, "mamba_n_groups"),
         ("granitemoehybrid-experts", {"hidden_act": "gelu"}, "hidden_act"),
-        ("zamba2-plain", {"n_mamba_heads": 7}, "n_mamba_heads"),
-        ("zamba2-plain", {"mamba_ngroups": 3}, "mamba_ngroups"),
-        ("falcon_h1-no-norm", {"mamba_n_groups": 3}, "mamba_n_groups"),
-        ("nemotron_h-dense", {"mamba_hidden_act": "relu"}, "mamba_hidden_act"),
-        ("nemotron_h-dense", {"n_groups": 4}, "n_groups"),
+        ("zamba2-adapters", {"n_mamba_heads": 7}, "n_mamba_heads"),
+        ("zamba2-adapters", {"mamba_ngroups": 3}, "mamba_ngroups"),
+        ("falcon_h1-no-norm-bias-tied", {"mamba_n_groups": 3}, "mamba_n_groups"),
+        ("nemotron_h-bias", {"mamba_hidden_act": "relu"}, "mamba_hidden_act"),
+        ("nemotron_h-bias", {"n_groups": 4}, "n_groups"),
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path, name, change, message):
@@ -250,7 +250,7 @@ def test_granite_packs_no_documents_for_flash_attention(tmp_path, text):
 
 def test_nemotron_reads_the_pattern_of_its_checkpoints(tmp_path):
     """Configurations on the hub name the pattern, as a string, and a count of layers."""
-    BY_NAME["nemotron_h-dense"].write(tmp_path)
+    BY_NAME["nemotron_h-bias"].write(tmp_path)
     config = hosts.read_config(tmp_path)
     for key in ("layers_block_type", "layer_types"):
         config.pop(key, None)
@@ -269,7 +269,7 @@ def test_nemotron_reads_the_pattern_of_its_checkpoints(tmp_path):
 def test_nemotron_keeps_heads_that_nothing_reads(tmp_path):
     """Tensors for the prediction of several tokens at once, which transformers leaves on the disk."""
     base = tmp_path / "base"
-    BY_NAME["nemotron_h-dense"].write(base)
+    BY_NAME["nemotron_h-bias"].write(base)
     file = base / "model.safetensors"
     extra = {"mtp.layers.0.norm.weight": torch.randn(32)}
     save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
@@ -280,13 +280,26 @@ def test_nemotron_keeps_heads_that_nothing_reads(tmp_path):
     hosts.load_model(tmp_path / "out")
 
 
+def test_falcon_gates_before_its_norm_where_its_configuration_says_so(tmp_path, text):
+    case = BY_NAME["falcon_h1-norm-first"]
+    case.write(tmp_path)
+    config = hosts.read_config(tmp_path)
+    found = []
+    for first in (True, False):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"mamba_norm_before_gate": first}))
+        with torch.no_grad():
+            found.append(hosts.load_model(tmp_path, dtype=torch.float32)(text).logits)
+            assert apart(found[-1], case.upstream(tmp_path)(text).logits) < 1e-5
+    assert apart(*found) > 1e-2
+
+
 def test_falcon_scales_are_there_after_every_way_of_making_a_model(tmp_path):
     """A buffer that no checkpoint holds."""
-    BY_NAME["falcon_h1-no-norm"].write(tmp_path)
+    BY_NAME["falcon_h1-no-norm-bias-tied"].write(tmp_path)
     config = hosts.read_config(tmp_path)
     adapter = hosts.adapter_for(config)
     made, loaded = adapter.build(config), hosts.load_model(tmp_path, dtype=torch.float32)
-    inner, keys, heads = 48, 2 * 8, 8
+    inner, keys, heads = 2 * 32, 2 * 8, 8
     expected = torch.cat(
         [torch.full((n,), s) for n, s in zip((inner, inner, keys, keys, heads), config["ssm_multipliers"], strict=True)]
     )
@@ -299,8 +312,7 @@ def test_falcon_scales_are_there_after_every_way_of_making_a_model(tmp_path):
 # the tools
 
 
-@pytest.mark.parametrize("kinds", [("hidden", "logits"), ("next-token",)])
-def test_a_run_trains_the_swapped_mixers_and_resumes(hybrid, base, tmp_path, prose, kinds):
+def test_a_run_trains_the_swapped_mixers_and_resumes(hybrid, base, tmp_path, prose):
     from surgery.adaptation.monitoring import Listener
     from surgery.adaptation.phases import Options
     from surgery.adaptation.run import distill
@@ -309,22 +321,23 @@ def test_a_run_trains_the_swapped_mixers_and_resumes(hybrid, base, tmp_path, pro
         pass
 
     def stop(step, steps):
-        if step.step == 3:
+        if step.step == 2:
             raise Stopped
 
+    kinds = ("hidden", "logits", "next-token")
     phases = [
-        {"kind": kind, "steps": 4, "context": 32, "batch": 128, "warmup": 1, "learning_rate": 3.0e-3} for kind in kinds
+        {"kind": kind, "steps": 3, "context": 32, "batch": 128, "warmup": 1, "learning_rate": 3.0e-3} for kind in kinds
     ]
     recipe = load_recipe(write_recipe(tmp_path, base, hybrid.swapped, data=str(prose), phases=phases))
     run = tmp_path / "run"
     with pytest.raises(Stopped):
         distill(
-            recipe, run, options=Options(micro_batch=2, save_every=2, watchers=lambda _: [Listener(stop)]),
+            recipe, run, options=Options(micro_batch=2, save_every=1, watchers=lambda _: [Listener(stop)]),
             evaluate=False,
         )  # fmt: skip
     said = []
-    result = distill(recipe, run, options=Options(micro_batch=2, save_every=2, say=said.append), evaluate=False)
-    assert any("resuming after step 2" in line for line in said)
+    result = distill(recipe, run, options=Options(micro_batch=2, save_every=1, say=said.append), evaluate=False)
+    assert any("resuming after step" in line for line in said)
     assert not any("second copy" in line for line in said)
     assert [phase["status"] for phase in result["manifest"]["phases"]] == ["finished"] * len(kinds)
     before, after = raw_tensors(run / "applied"), raw_tensors(run / "phases" / f"0{len(kinds)}-{kinds[-1]}" / "model")
