@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+# looked up once: torch.compile cannot trace the search
+TRITON = importlib.util.find_spec("triton") is not None
+
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor is float64, otherwise float32: the precision of states and gates."""
@@ -28,11 +31,13 @@ def operand_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     return q.dtype if half and q.is_cuda else compute_dtype(q, k, v)
 
 
-def fused_scan(x: Tensor) -> bool:
-    """Whether the scan over chunks of ``x`` runs in Triton."""
-    if not x.is_cuda or x.dtype == torch.float64 or os.environ.get("SURGERY_KERNELS") == "chunked":
+def fused(x: Tensor, by_default: bool) -> bool:
+    """Whether a part of a chunked form runs in Triton on ``x``: on CUDA, where ``by_default`` or SURGERY_KERNELS=triton
+    asks for it."""
+    if not TRITON or not x.is_cuda or x.dtype == torch.float64:
         return False
-    return importlib.util.find_spec("triton") is not None
+    forced = os.environ.get("SURGERY_KERNELS")
+    return forced == "triton" if forced else by_default
 
 
 def expand_heads(x: Tensor, heads: int) -> Tensor:

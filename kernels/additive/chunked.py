@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chunks import check, chunk_length, compute_dtype, operand_dtype, split
-from .inside import additive_gradients, additive_output
+from . import inside
 from .states import additive_states
 
 # exp of it is 0 in float64 too, and sums of it over a chunk are exact to 1e-11
@@ -51,6 +51,8 @@ def additive_in(
     dtype = compute_dtype(q, k, v)
     batch, tokens, heads, value_dim = v.shape
     chunk = chunk_length(tokens)
+    if operands not in (torch.float32, torch.float64) and tokens > chunk and not inside.fused(k, v):
+        chunk = 128  # torch writes a chunk's matrices and states out: fewer states, at half the memory traffic
     steps = log_decay.double().clamp(min=_FORGOTTEN)
     if reset is not None:
         steps = steps.masked_fill(reset[..., None], _FORGOTTEN)
@@ -65,7 +67,8 @@ class _Additive(torch.autograd.Function):
     """q, k [B, N, C, G, K] and v [B, N, C, H, V] in the operands' dtype, log decays [B, N, C, H] in float64, the state
     [B, H, V, K] -> outputs like v, and the state after all chunks.
 
-    Its parts are operators of their own, so autocast, which would lower products, stays outside in both directions.
+    autocast is off in both directions: it would lower the products, and torch.compile traces a backward pass under the
+    autocast that surrounds the call.
     """
 
     @staticmethod
@@ -73,7 +76,8 @@ class _Additive(torch.autograd.Function):
         total, whole, _, to_end = _decays(steps, state.dtype)
         with torch.autocast(q.device.type, enabled=False):
             met, final = additive_states(k, v, to_end, whole, state, False)
-            o = additive_output(q, k, v, met, total)
+            form = inside.output if inside.fused(k, v) else inside.output_in_torch
+            o = form(q, k, v, met, total)
         ctx.save_for_backward(q, k, v, steps, met)
         return o, final
 
@@ -85,7 +89,8 @@ class _Additive(torch.autograd.Function):
         with torch.autocast(q.device.type, enabled=False):
             # the adjoint of the state at each chunk's end
             left, dstate = additive_states(q, do, from_start, whole, dfinal, True)
-            dq, dk, dv, dsteps = additive_gradients(q, k, v, do, met, left, total)
+            form = inside.gradients if inside.fused(k, v) else inside.gradients_in_torch
+            dq, dk, dv, dsteps = form(q, k, v, do, met, left, total)
         return dq, dk, dv, dsteps, dstate
 
 

@@ -1,8 +1,8 @@
 """The additive rule inside its chunks, given the states at their boundaries: the outputs, and all gradients.
 
-Two operators that torch.compile does not look into: Triton kernels on CUDA for half precision and keys and values of
-up to 128 entries, in torch elsewhere, and under ``SURGERY_KERNELS=chunked``. In torch [s, t] matrices have s, the token
-written, in rows and t, the token that reads, in columns.
+Two operators in Triton, for CUDA, half precision, and keys and values of up to 128 entries; and the same in torch,
+which torch.compile looks into. There [s, t] matrices have s, the token written, in rows and t, the token that reads,
+in columns.
 """
 
 from __future__ import annotations
@@ -11,11 +11,47 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..chunks import fused_scan
+from .. import chunks as chunked
+
+# whether the kernels run unasked: not before their tests have passed on a GPU
+BY_DEFAULT = False
 
 
-@torch.library.custom_op("surgery::additive_output", mutates_args=())
-def additive_output(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor) -> Tensor:
+def fused(k: Tensor, v: Tensor) -> bool:
+    """Whether the operators are to take such keys and values, and not the functions in torch."""
+    half = k.dtype in (torch.bfloat16, torch.float16)
+    return half and k.shape[-1] <= 128 and v.shape[-1] <= 128 and chunked.fused(k, BY_DEFAULT)
+
+
+@torch.library.custom_op("surgery::additive_output", mutates_args=(), device_types="cuda")
+def output(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor) -> Tensor:
+    """As :func:`output_in_torch`."""
+    from . import triton_chunks
+
+    return triton_chunks.output(*(x.contiguous() for x in (q, k, v, met, total)))
+
+
+@torch.library.custom_op("surgery::additive_gradients", mutates_args=(), device_types="cuda")
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`gradients_in_torch`."""
+    from . import triton_chunks
+
+    return triton_chunks.gradients(*(x.contiguous() for x in (q, k, v, do, met, left, total)))
+
+
+@output.register_fake
+def _(q, k, v, met, total):
+    return v.new_empty(v.shape)
+
+
+@gradients.register_fake
+def _(q, k, v, do, met, left, total):
+    return *(x.new_empty(x.shape) for x in (q, k, v, total)),
+
+
+def output_in_torch(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor) -> Tensor:
     """o [B, N, C, H, V] in v's dtype.
 
     Args:
@@ -24,29 +60,20 @@ def additive_output(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor)
         total: [B, N, C, H] float64, the log decays summed from the chunk's start. Their differences are decays of at
             most 1 to the last digit of float32, and exactly 0 across a reset.
     """
-    if _fused(k, v):
-        from .triton_chunks import output
-
-        return output(*(x.contiguous() for x in (q, k, v, met, total)))
     chunks = _Chunks(q, k, total)
     inside = torch.einsum("bnhst,bnshv->bnthv", chunks.scores().to(v.dtype), v)
-    return (inside + chunks.from_start * chunks.read(q, met)).to(v.dtype).contiguous()
+    return (inside + chunks.from_start * chunks.read(q, met)).to(v.dtype)
 
 
-@torch.library.custom_op("surgery::additive_gradients", mutates_args=())
-def additive_gradients(
+def gradients_in_torch(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, and of the log decays [B, N, C, H] in float64.
 
     Args:
         do: [B, N, C, H, V]. left: [B, N, H, V, K], the gradients of the states at the chunks' ends. The others as in
-            :func:`additive_output`.
+            :func:`output_in_torch`.
     """
-    if _fused(k, v):
-        from .triton_chunks import gradients
-
-        return gradients(*(x.contiguous() for x in (q, k, v, do, met, left, total)))
     chunks = _Chunks(q, k, total)
     reads = (do * chunks.from_start).to(v.dtype)
     writes = (v * chunks.to_end).to(v.dtype)
@@ -67,23 +94,7 @@ def additive_gradients(
     carried = functional.pad(_inner(v, kept)[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
     through = chunks.whole * (met.to(chunks.dtype) * left).sum((-2, -1))
     dsteps = (read - written).flip(2).cumsum(2).flip(2) + carried + through[:, :, None].double()
-    found = ((dq, q), (dk, k), (dv, v), (dsteps, total))
-    return *(x.to(like.dtype).contiguous() for x, like in found),
-
-
-@additive_output.register_fake
-def _(q, k, v, met, total):
-    return v.new_empty(v.shape)
-
-
-@additive_gradients.register_fake
-def _(q, k, v, do, met, left, total):
-    return *(x.new_empty(x.shape) for x in (q, k, v, total)),
-
-
-def _fused(k: Tensor, v: Tensor) -> bool:
-    half = k.dtype in (torch.bfloat16, torch.float16)
-    return half and fused_scan(k) and k.shape[-1] <= 128 and v.shape[-1] <= 128
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsteps
 
 
 class _Chunks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import fused_scan
+from ..chunks import fused
 
 
 @torch.library.custom_op("surgery::additive_states", mutates_args=())
@@ -25,7 +25,7 @@ def additive_states(
     Returns:
         The state that each chunk meets [B, N, H, V, K] in k's dtype, and the state after all of them in start's.
     """
-    if fused_scan(k):
+    if fused(k, by_default=True):
         from .triton_states import states
 
         return states(*(y.contiguous() for y in (k, x, scale, whole, start)), reverse)

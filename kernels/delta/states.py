@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import fused_scan
+from ..chunks import fused
 
 
 @torch.library.custom_op("surgery::delta_states", mutates_args=())
@@ -72,7 +72,7 @@ def _(solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal):
 
 
 def _fused(k: Tensor) -> bool:
-    return fused_scan(k) and k.shape[-1] <= 256
+    return fused(k, by_default=True) and k.shape[-1] <= 256
 
 
 def _by_head(k: Tensor, v: Tensor) -> Tensor:

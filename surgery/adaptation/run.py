@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 
 import surgery
@@ -295,20 +296,25 @@ def _is_exact(applied: Checkpoint, base: Checkpoint) -> bool:
 
 
 def check_kernels(rule: str, device: str) -> None:
-    """Compare the Triton form of ``rule`` with the sequential rule on the device, before hours are trained with it.
+    """Compare what runs in Triton with the sequential rules on the device, before hours are trained with it: the form
+    of ``rule``, and the parts of the hosts' own rules, on half precision inputs as training has them.
 
     Raises:
-        JobError: its outputs or gradients are out of tolerance.
+        JobError: outputs or gradients are out of tolerance.
     """
-    if rule not in dispatch.RULES or dispatch.picked(rule, device) != "triton":
-        return
-    found = kernel_check.check(rule, device)
-    if not found.passed:
-        raise JobError(
-            f"{rule}: its Triton kernels are out of tolerance on this device (outputs {found.output_error:.1e}, "
-            f"gradient of {found.worst_gradient} {found.gradient_error:.1e}, tolerance {found.tolerance:.0e})\n"
-            "  set SURGERY_KERNELS=chunked to train with the torch form; surgery check says more"
-        )
+    checks = []
+    if rule in dispatch.RULES and dispatch.picked(rule, device) == "triton":
+        checks.append(kernel_check.check(rule, device))
+    if device == "cuda":
+        checks += [kernel_check.check(host, device, torch.bfloat16) for host in ("additive", "delta")]
+    for found in checks:
+        if not found.passed:
+            raise JobError(
+                f"{found.rule}: its Triton kernels are out of tolerance on this device (outputs "
+                f"{found.output_error:.1e}, gradient of {found.worst_gradient} {found.gradient_error:.1e}, tolerance "
+                f"{found.tolerance:.0e})\n"
+                "  set SURGERY_KERNELS=chunked to train with the torch form; surgery check says more"
+            )
 
 
 def _check(

@@ -87,9 +87,11 @@ def test_where_training_compiles(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["", "triton"])
 @pytest.mark.parametrize("rule", ["host", "palimpsa"])
-def test_compiled_on_a_gpu(rule):
+def test_compiled_on_a_gpu(monkeypatch, rule, kernels):
     """Inductor's kernels under bfloat16 autocast, against the float32 mixer: no further off than the eager mixer."""
+    monkeypatch.setenv("SURGERY_KERNELS", kernels)
     graft = make("additive", rule).cuda()
     graft.memory.dose.fill_(1.0)
     hidden, reset = torch.randn(2, 333, 24, device="cuda"), torch.rand(2, 333, device="cuda") < 0.02

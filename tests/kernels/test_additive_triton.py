@@ -83,7 +83,7 @@ def test_additive_scan(poisoned, monkeypatch, shape, reverse):
 def test_additive_inside_chunks(poisoned, monkeypatch, shape, programs):
     """Blocks of all heads of a group and of one head each; hard forgetting and resets among the decays."""
     from surgery.kernels.additive import triton_chunks
-    from surgery.kernels.additive.inside import additive_gradients, additive_output
+    from surgery.kernels.additive.inside import gradients_in_torch, output_in_torch
 
     batch, chunks, length, heads, groups, key_dim, value_dim = shape
     monkeypatch.setattr(triton_chunks, "PROGRAMS", programs)
@@ -94,9 +94,9 @@ def test_additive_inside_chunks(poisoned, monkeypatch, shape, programs):
     steps = -random(batch, chunks, length, heads).double().exp()
     total = steps.masked_fill(random(batch, chunks, length, 1) > 2, -800.0).cumsum(2)
     arguments = (q, k, v, met, total)
-    compare([triton_chunks.output(*arguments)], [additive_output(*arguments)])
+    compare([triton_chunks.output(*arguments)], [output_in_torch(*arguments)])
     arguments = (q, k, v, do, met, left, total)
-    compare(triton_chunks.gradients(*arguments), additive_gradients(*arguments))
+    compare(triton_chunks.gradients(*arguments), gradients_in_torch(*arguments))
 
 
 @device_test
@@ -170,11 +170,13 @@ def test_half_precision_operands(rule, tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["", "triton", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (48, 96), (256, 256)])
 @pytest.mark.parametrize("tokens", [1, 63, 1000])
 @pytest.mark.parametrize("rule", RULES)
-def test_on_a_gpu(poisoned, rule, tokens, key_dim, value_dim, dtype):
+def test_on_a_gpu(poisoned, monkeypatch, rule, tokens, key_dim, value_dim, dtype, kernels):
+    monkeypatch.setenv("SURGERY_KERNELS", kernels)
     arguments, reset = problem(rule, tokens, key_dim, value_dim, "cuda", dtype)
     # of one token, the decay's gradient is an inner product of two random states, which may come out near zero
     error, found = largest_error(RULES[rule][0], rule, arguments, reset, () if tokens > 1 else ("log_decay",))
@@ -184,7 +186,8 @@ def test_on_a_gpu(poisoned, rule, tokens, key_dim, value_dim, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_from_run_to_run_on_a_gpu(rule):
+def test_equal_from_run_to_run_on_a_gpu(monkeypatch, rule):
+    monkeypatch.setenv("SURGERY_KERNELS", "triton")
     arguments, reset = problem(rule, 500, 128, 64, "cuda", torch.bfloat16)
     weights = [torch.ones_like(arguments["v"]), torch.ones_like(arguments["state"])]
     first, second = (gradients(RULES[rule][0], arguments, reset, weights) for _ in range(2))

@@ -47,8 +47,9 @@ def test_forward_and_backward(tokens, width, packed, biased):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_as_the_mixers_call_it(dtype):
+def test_as_the_mixers_call_it(monkeypatch, dtype):
     """With no past and with zeros for one, which takes the other path; whole and compiled."""
+    monkeypatch.setenv("SURGERY_KERNELS", "triton")
     x = torch.randn(2, 333, 200, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn(200, 1, 4, device="cuda", requires_grad=True)
     bias = torch.randn(200, device="cuda", requires_grad=True)
