@@ -302,8 +302,10 @@ def check_tokenizer(checkpoint: Checkpoint) -> None:
         largest = max([largest, *(token["id"] for token in document.get("added_tokens") or ())])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: not a tokenizer ({type(error).__name__})\n  download this file again") from None
-    size = checkpoint.config.get("vocab_size")
-    if isinstance(size, int) and largest >= size:
+    from surgery.hosts import adapter_for
+
+    size = adapter_for(checkpoint.config).parse(checkpoint.config).vocab_size
+    if largest >= size:
         raise UsageError(
             f"{path}: makes token {largest}, but the model's vocabulary ends at {size - 1} (vocab_size {size})\n"
             "  the tokenizer belongs to another model: use the one that this model was trained with"
@@ -320,7 +322,9 @@ def resolve_layers(
     """
     choice = recipe.layers
     if not isinstance(choice, LayerChoice):
-        count = checkpoint.config.get("num_hidden_layers", max(available, default=-1) + 1)
+        from surgery.hosts import adapter_for
+
+        count = adapter_for(checkpoint.config).parse(checkpoint.config).num_hidden_layers
         for index, layer in enumerate(choice):
             if layer in (checkpoint.config.get("surgery") or {}).get("layers", ()):
                 raise recipe.error(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from surgery.adaptation.parameters import Selection
-from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint
+from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory
 from surgery.checkpoint.writing import companions, copy_file, write_json
 from surgery.errors import JobError
@@ -96,7 +96,8 @@ def write_model(
             write_json(staging / INDEX, index)
         for path in companions(source.directory):
             copy_file(source.directory / path, staging / path)
-        write_json(staging / "config.json", _float32(source.config))
+        # as it lies there: what was opened may have more in it, taken from the tensors
+        write_json(staging / "config.json", _float32(read_config(source.directory)))
         for name, text in (files or {}).items():
             (staging / name).write_text(text, encoding="utf-8")
 

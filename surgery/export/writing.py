@@ -104,7 +104,7 @@ def write_export(
     for path in companions(source.located.path):
         copy_file(source.located.path / path, staging / path)
     if not (staging / GENERATION).is_file():
-        write_json(staging / GENERATION, _generation(config))
+        write_json(staging / GENERATION, _generation({**(config.get("text_config") or {}), **config}))
     for name, text in files.items():
         with (staging / name).open("w", encoding="utf-8", newline="") as file:
             file.write(text)

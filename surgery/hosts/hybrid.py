@@ -51,6 +51,17 @@ class HybridAdapter(HostAdapter):
 
         return getattr(transformers, f"{self.class_name}ForCausalLM")
 
+    def surgery_config(self, config: Mapping[str, Any], surgery: Mapping[str, Any]) -> dict[str, Any]:
+        return super().surgery_config(self._as_written(config), surgery)
+
+    def base_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return super().base_config(self._as_written(config))
+
+    def _as_written(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Without what :meth:`completed` added."""
+        added = getattr(self._classes(False)[0], "from_tensors", ())
+        return {key: value for key, value in config.items() if key not in added}
+
     def geometry(self, config: Mapping[str, Any], layer: int) -> MemoryGeometry:
         return self._classes(False)[1].geometry(self.parse(config), layer)
 

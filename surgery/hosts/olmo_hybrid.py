@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor, nn
+
 from surgery.errors import UsageError
 from surgery.hosts.hybrid import HybridAdapter
+
+# a norm's name in a loaded model -> on disk, where it has its old name
+OLD_NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 
 
 class OlmoHybridAdapter(HybridAdapter):
@@ -21,7 +26,7 @@ class OlmoHybridAdapter(HybridAdapter):
     note = "not where transformers' save_pretrained wrote its convolutions in equal thirds"
 
     def completed(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """The configuration as it is.
+        """Which norms have their old names: transformers renames some on loading, and not the same ones on saving.
 
         Raises:
             UsageError: the three convolutions have each other's rows. Upstream holds them as one, and its
@@ -37,4 +42,18 @@ class OlmoHybridAdapter(HybridAdapter):
                         "  cut it again: concatenate q_conv1d, k_conv1d and v_conv1d, and split them by the rows of "
                         "q_proj, k_proj and v_proj"
                     )
-        return config
+        old = [name for name in shapes if name.removesuffix(".weight").endswith(tuple(OLD_NORMS.values()))]
+        return {**config, "old_norms": sorted(old)}
+
+    def disk_name(self, config: Mapping[str, Any], name: str) -> str:
+        for new, old in OLD_NORMS.items():
+            renamed = name.replace(f".{new}.", f".{old}.")
+            if renamed != name and renamed in config.get("old_norms", ()):
+                return renamed
+        return name
+
+    def disk_tensors(
+        self, config: Mapping[str, Any], model: nn.Module, name: str, tensor: Tensor
+    ) -> dict[str, Tensor]:
+        """One for one, under the names that are there; transformers would give some norms others."""
+        return {self.disk_name(config, name): tensor}

@@ -34,12 +34,6 @@ class Qwen3_5Adapter(HybridAdapter):
         nested = config.get("nested_names", "text_config" in config)
         return NESTED + name.removeprefix("model.") if nested and name.startswith("model.") else name
 
-    def surgery_config(self, config: Mapping[str, Any], surgery: Mapping[str, Any]) -> dict[str, Any]:
-        return super().surgery_config(_on_disk(config), surgery)
-
-    def base_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return super().base_config(_on_disk(config))
-
 
 class Qwen3_5MoeAdapter(Qwen3_5Adapter):
     """Qwen3.5 with experts."""
@@ -48,8 +42,3 @@ class Qwen3_5MoeAdapter(Qwen3_5Adapter):
     class_name = "Qwen3_5Moe"
     title = "Qwen3.5 MoE"
     checkpoints = ("Qwen/Qwen3.5-35B-A3B",)
-
-
-def _on_disk(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what only the tensors say."""
-    return {key: value for key, value in config.items() if key != "nested_names"}

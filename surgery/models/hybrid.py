@@ -99,11 +99,18 @@ class Hybrid:
 
 class OwnType:
     """Comes before an upstream configuration among a class's bases and keeps the class's model type, whatever type the
-    configuration that is read has."""
+    configuration that is read has.
+
+    Attributes:
+        from_tensors: keys that an adapter adds after looking at the tensors, which no configuration keeps.
+    """
+
+    from_tensors: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return super().from_dict({key: value for key, value in config_dict.items() if key != "model_type"}, **kwargs)
+        apart = ("model_type", *cls.from_tensors)
+        return super().from_dict({key: value for key, value in config_dict.items() if key not in apart}, **kwargs)
 
 
 def old_cache_name(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -24,6 +24,7 @@ class SurgeryKimiLinearConfig(OwnType, KimiLinearConfig):
     """KimiLinearConfig and what was swapped, if anything was."""
 
     model_type = "surgery_kimi_linear"
+    from_tensors = ("dense_as_experts",)
 
     surgery: dict | None = None
 

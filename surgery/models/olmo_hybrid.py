@@ -26,6 +26,7 @@ class SurgeryOlmoHybridConfig(OwnType, OlmoHybridConfig):
     """OlmoHybridConfig and what was swapped, if anything was."""
 
     model_type = "surgery_olmo_hybrid"
+    from_tensors = ("old_norms",)
 
     surgery: dict | None = None
 

@@ -23,6 +23,7 @@ class TextOfMultimodal(OwnType):
     """The same, and reads a text configuration out of a multimodal one, too."""
 
     base_config_key = ""  # or transformers would read text_config alone, and what was swapped stands beside it
+    from_tensors = ("nested_names",)
     multimodal: ClassVar[type[PreTrainedConfig]]
 
     @classmethod
@@ -30,12 +31,13 @@ class TextOfMultimodal(OwnType):
         if "text_config" in config_dict:
             beside = {key: config_dict[key] for key in ("surgery", "architectures") if key in config_dict}
             dtype = config_dict.get("dtype") or config_dict.get("torch_dtype")
-            apart = ("surgery", "model_type", "nested_names")
+            apart = ("surgery", "model_type", *cls.from_tensors)
             whole = {key: value for key, value in config_dict.items() if key not in apart}
             config_dict = {**cls.multimodal.from_dict(whole).get_text_config().to_dict(), **beside}
+            if whole.get("tie_word_embeddings") and "tie_word_embeddings" not in whole["text_config"]:
+                config_dict["tie_word_embeddings"] = True
             if dtype is not None:  # what the tools write stands at the top
                 config_dict["dtype"] = dtype
-        config_dict = {key: value for key, value in config_dict.items() if key != "nested_names"}
         return super().from_dict(config_dict, **kwargs)
 
 

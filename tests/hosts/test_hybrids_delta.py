@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from hosts_battery import apart, raw_tensors, write_tokenizer
 from hosts_case_hybrids_delta import CASES
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from surgery import hosts
@@ -22,12 +25,15 @@ from surgery.evaluation.perplexity import stream_losses, window_losses
 from surgery.evaluation.text import Tokens
 from surgery.export import verify
 from surgery.export.run import export
+from surgery.export.source import open_source
 from surgery.inspection.horizon import horizon
 from surgery.inspection.measure import inspect_static
 from surgery.operation import apply
 from surgery.recipe import load_recipe
 
 NAMES = ("qwen3_next-tied", "qwen3_5-multimodal", "qwen3_5_moe-text", "olmo_hybrid-plain", "kimi_linear-plain")
+
+RENAMED = ("olmo_hybrid-plain", "kimi_linear-plain")  # transformers saves some tensors under other names
 
 
 @pytest.fixture(params=[case for case in CASES if case.name in NAMES], ids=lambda case: case.name)
@@ -116,6 +122,62 @@ def test_distilled_resumed_and_exported(one, base, recipe, tmp_path, monkeypatch
     assert torch.equal(plain.generate(ids, **greedy), model.generate(ids, **greedy))
 
 
+def test_an_upgraded_model_saved_by_transformers(base, recipe, tmp_path):
+    """A user's own training ends in save_pretrained: the host's layout again, to be loaded by either and exported."""
+    apply(recipe(), tmp_path / "out", drift="skip")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "own")
+    before, after = raw_tensors(tmp_path / "out"), raw_tensors(tmp_path / "own")
+    adapter, config = hosts.adapter_for(hosts.read_config(base)), hosts.read_config(tmp_path / "out")
+    lost = {name for name in before.keys() - after.keys() if not adapter.is_unused(name)}
+    assert after.keys() <= before.keys() and lost <= adapter.ties(config).keys()
+    for again in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "own"),
+        hosts.load_model(tmp_path / "own", dtype=torch.float32),
+    ):
+        mine, theirs = again.state_dict(), model.state_dict()
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert open_source(str(tmp_path / "own")).doses
+
+
+def published(name, layers):
+    """The names of published checkpoints where transformers' save_pretrained has others."""
+    layer = int(name.split(".")[2]) if name.startswith("model.layers.") else None
+    if layer is not None and layer not in layers:
+        name = name.replace("feedforward_layer_norm", "post_attention_layernorm")
+    return re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", name)
+
+
+def train_everything(base, recipe, run):
+    made = recipe({"kind": "next-token", "trainable": "all", "steps": 2}, model=str(base))
+    model = Path(distill(made, run, evaluate=False)["model"])
+    before, after = raw_tensors(run / "applied"), raw_tensors(model)
+    changed = {name for name in before if after[name] != before[name]}
+    unread = {name for name in before if hosts.adapter_for(hosts.read_config(model)).is_unused(name)}
+    assert before.keys() == after.keys() and not changed & unread
+    assert len(changed) > 0.9 * len(before.keys() - unread)
+    written, given = (json.loads((path / "config.json").read_text()) for path in (model, run / "applied"))
+    assert written.keys() <= {*given, "dtype"} and written["surgery"] == given["surgery"]
+
+
+def test_everything_can_be_trained(base, recipe, tmp_path):
+    """Norms, MLPs and stacked experts too, each in its place on disk."""
+    train_everything(base, recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("one", [case for case in CASES if case.name in RENAMED], indirect=True)
+def test_everything_can_be_trained_under_published_names(one, base, recipe, tmp_path):
+    own = shutil.copytree(base, tmp_path / "published")
+    tensors = load_file(base / "model.safetensors")
+    renamed = {published(name, one.layers): tensor for name, tensor in tensors.items()}
+    assert len(renamed) == len(tensors) and renamed.keys() != tensors.keys()
+    save_file(renamed, own / "model.safetensors", metadata={"format": "pt"})
+    train_everything(own, recipe, tmp_path / "run")
+
+
 def test_reading_with_a_carried_cache_equals_one_window(recipe, tmp_path):
     apply(recipe(rule="palimpsa"), tmp_path / "out", drift="skip")
     model = hosts.load_model(tmp_path / "out", dtype=torch.float32)
@@ -167,6 +229,7 @@ def test_half_precision_leaves_decays_and_memories_in_float32(one, recipe, tmp_p
 def test_generation_pads_on_the_left(recipe, tmp_path):
     apply(recipe(), tmp_path / "out", drift="skip")
     model = hosts.load_model(tmp_path / "out", dtype=torch.float32)
+    model.generation_config.eos_token_id = None
     short, long = torch.randint(3, 256, (1, 7)), torch.randint(3, 256, (1, 12))
     ids = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], 1), long])
     mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
