@@ -17,7 +17,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of queries, keys and values")
     parser.add_argument("--shape", action="append", help="only this shape; may be given several times")
     parser.add_argument("--milliseconds", type=int, default=200, help="to repeat each measurement for")
-    parser.add_argument("--json", metavar="PATH", help="write the figures there too; - writes them alone, to stdout")
+    parser.add_argument(
+        "--json", metavar="PATH", help="write the figures there, as they become known; - writes them alone, to stdout"
+    )
     options = parser.parse_args(arguments)
 
     import torch
@@ -29,15 +31,20 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.shape or ()) - set(bench.SHAPES)
     if unknown:
         parser.error(f"no shape {sorted(unknown)}; there are {', '.join(bench.SHAPES)}")
-    figures = bench.measure(options.dtype, options.shape or list(bench.SHAPES), options.milliseconds)
-    text = json.dumps(figures, indent=2)
-    if options.json == "-":
-        print(text)
-    else:
-        print(bench.table(figures))
-        if options.json:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
+    path = None if options.json in (None, "-") else Path(options.json)
+    names = options.shape or list(bench.SHAPES)
+    figures = bench.measure(options.dtype, names, options.milliseconds, lambda figures: _write(path, figures))
+    _write(path, figures)
+    print(json.dumps(figures, indent=2) if options.json == "-" else bench.table(figures))
     return 0
+
+
+def _write(path: Path | None, figures: dict) -> None:
+    """The figures known so far, in one piece: a run that is stopped leaves them."""
+    if path is not None:
+        beside = path.with_name(path.name + ".new")
+        beside.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
-"""Palimpsa on a GPU: forward, forward and backward, peak memory, decode; beside the authors' kernel and simple GLA."""
+"""Palimpsa on a GPU: forward, forward and backward, peak memory, decode; beside the authors' kernel and simple GLA.
+
+Simple GLA comes last: flash-linear-attention tunes itself for minutes when it first runs.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -77,10 +82,10 @@ def _median(run, milliseconds: int) -> float:
     return triton.testing.do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
 
 
-def _simple_gla(shape: Shape, arguments: dict[str, Tensor], milliseconds: int) -> float | None:
-    """Forward of the additive rule in flash-linear-attention, None when that is not installed."""
-    if importlib.util.find_spec("fla") is None:
-        return None
+def _simple_gla(name: str, dtype: torch.dtype, milliseconds: int) -> float:
+    """Forward of the additive rule in flash-linear-attention."""
+    shape = SHAPES[name]
+    arguments = inputs(shape, dtype)
     chunk_simple_gla = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     q, k = (arguments[name].repeat_interleave(shape.heads // shape.groups, 2) for name in "qk")
     v, g = arguments["v"], arguments["log_decay"]
@@ -121,7 +126,6 @@ def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
             **theirs._asdict(), "forward_ratio": theirs.forward / seconds, "both_ratio": theirs.both / total,
             "memory_ratio": theirs.memory / memory,
         }
-    row["simple_gla_forward_ms"] = _simple_gla(shape, {n: x.detach() for n, x in arguments.items()}, milliseconds)
     return row
 
 
@@ -138,16 +142,37 @@ def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
     return {"shape": DECODE._asdict(), "step_ms": step, "copy_ms": copy, "ratio": step / copy}
 
 
-def measure(dtype: str, names: list[str], milliseconds: int) -> dict:
-    """Medians of every shape named, as a JSON-able dictionary."""
-    return {
+def measure(dtype: str, names: list[str], milliseconds: int, known: Callable[[dict], None]) -> dict:
+    """Medians of every shape named, as a JSON-able dictionary; ``known`` gets it whenever it has grown."""
+    figures = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "dtype": dtype,
-        "shapes": {name: _one(name, DTYPES[dtype], milliseconds) for name in names},
-        "decode": _decode(DTYPES[dtype], milliseconds),
+        "shapes": {},
     }
+    for name in names:
+        row = figures["shapes"][name] = _one(name, DTYPES[dtype], milliseconds)
+        print(_line(name, row), file=sys.stderr, flush=True)
+        known(figures)
+    figures["decode"] = _decode(DTYPES[dtype], milliseconds)
+    known(figures)
+    if importlib.util.find_spec("fla") is not None:
+        for name in names:
+            figures["shapes"][name]["simple_gla_forward_ms"] = _simple_gla(name, DTYPES[dtype], milliseconds)
+            known(figures)
+    return figures
+
+
+def _line(name: str, row: dict) -> str:
+    theirs = row.get("authors")
+    ratios = [f"{theirs[key]:.1f}" if theirs else "-" for key in ("forward_ratio", "both_ratio", "memory_ratio")]
+    speed, gla = row["forward_elements_per_second"], row.get("simple_gla_forward_ms")
+    return (
+        f"{name:<13}{row['forward_ms']:>9.3f}{ratios[0]:>7}{row['forward_backward_ms']:>12.3f}{ratios[1]:>7}"
+        f"{row['peak_memory_mib']:>8.0f}{ratios[2]:>7}{speed:>12.3g}{speed / CEILING:>11.2f}"
+        f"{'-' if gla is None else f'{gla:.3f}':>8}"
+    )
 
 
 def table(figures: dict) -> str:
@@ -158,15 +183,7 @@ def table(figures: dict) -> str:
         f"{'shape':<13}{'fwd ms':>9}{'ratio':>7}{'fwd+bwd ms':>12}{'ratio':>7}{'MiB':>8}{'ratio':>7}"
         f"{'elements/s':>12}{'of 4.2e12':>11}{'GLA ms':>8}",
     ]
-    for name, row in figures["shapes"].items():
-        theirs = row.get("authors")
-        ratios = [f"{theirs[key]:.1f}" if theirs else "-" for key in ("forward_ratio", "both_ratio", "memory_ratio")]
-        speed, gla = row["forward_elements_per_second"], row["simple_gla_forward_ms"]
-        lines.append(
-            f"{name:<13}{row['forward_ms']:>9.3f}{ratios[0]:>7}{row['forward_backward_ms']:>12.3f}{ratios[1]:>7}"
-            f"{row['peak_memory_mib']:>8.0f}{ratios[2]:>7}{speed:>12.3g}{speed / CEILING:>11.2f}"
-            f"{'-' if gla is None else f'{gla:.3f}':>8}"
-        )
+    lines += [_line(name, row) for name, row in figures["shapes"].items()]
     step = figures["decode"]
     lines.append(
         f"decode {tuple(step['shape'].values())}: {step['step_ms']:.3f} ms, copying the states {step['copy_ms']:.3f} ms"

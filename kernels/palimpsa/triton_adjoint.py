@@ -10,28 +10,131 @@ import triton
 import triton.language as tl
 
 from .triton_common import load_state, load_vector, reciprocal, store_state, touch
+from .triton_sums import over_keys, over_lanes, over_rows, sum_rows
+
+
+@triton.jit
+def _integers(
+    pointer, stride, first, t, T, SIZE: tl.constexpr, COUNT: tl.constexpr, ENTRIES: tl.constexpr, MASK: tl.constexpr,
+    MASK_T: tl.constexpr,
+):
+    """Of each of 2 tokens, whose rows have SIZE entries: COUNT integers, each of ENTRIES 16-bit floats.
+
+    One integer is what one thread holds: Triton would read it entry by entry. Two tokens at once, since Triton's
+    compiler takes longer for every read; of four, a read could be as wide as the program, and it would go through
+    shared memory.
+    """
+    steps = tl.arange(0, 2)[None, :]
+    index = tl.arange(0, COUNT)[:, None]
+    place = (pointer + first + steps * stride).to(tl.pointer_type(tl.int64 if ENTRIES == 4 else tl.int32)) + index
+    if MASK and MASK_T:
+        x = tl.load(place, mask=(first + index * ENTRIES < SIZE) & (t + steps < T), other=0)
+    elif MASK:
+        x = tl.load(place, mask=first + (index + steps * 0) * ENTRIES < SIZE, other=0)
+    elif MASK_T:
+        x = tl.load(place, mask=index * 0 + t + steps < T, other=0)
+    else:
+        x = tl.load(place)
+    return tl.split(x)
+
+
+@triton.jit
+def _entry(x, i: tl.constexpr, TYPE: tl.constexpr):
+    """The ``i``-th 16-bit float of each integer, in float32."""
+    if TYPE.is_bf16():
+        word = (x >> (32 * (i // 2))).to(tl.int32)
+        word = word << 16 if i % 2 == 0 else word & -65536
+        y = word.to(tl.float32, bitcast=True)
+    else:
+        y = (x >> (16 * i)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _entries(x, ENTRIES: tl.constexpr, TYPE: tl.constexpr):
+    """[COUNT] integers -> [COUNT, ENTRIES] in float32."""
+    if ENTRIES == 2:
+        y = tl.join(_entry(x, 0, TYPE), _entry(x, 1, TYPE))
+    else:
+        even = tl.join(_entry(x, 0, TYPE), _entry(x, 2, TYPE))
+        odd = tl.join(_entry(x, 1, TYPE), _entry(x, 3, TYPE))
+        y = tl.reshape(tl.join(even, odd), (x.shape[0], 4))
+    return y
+
+
+@triton.jit
+def _load_rows(
+    pointer, stride, first, t, T, V: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr, MASK_V: tl.constexpr,
+    MASK_T: tl.constexpr,
+):
+    """A block's values of 4 tokens in float32, each [ROWS, 1] in the order of a tile's rows.
+
+    The rows that one thread holds lie STRIDE apart in a tile and next to each other in memory.
+    """
+    OWN: tl.constexpr = ROWS // STRIDE
+    TYPE: tl.constexpr = pointer.dtype.element_ty
+    rows = ()
+    if TYPE.primitive_bitwidth == 16 and (OWN == 2 or OWN == 4) and V % OWN == 0:
+        for pair in tl.static_range(0, 4, 2):
+            x = _integers(pointer + pair * stride, stride, first, t + pair, T, V, STRIDE, OWN, MASK_V, MASK_T)
+            for u in tl.static_range(2):
+                rows = rows + (tl.reshape(tl.trans(_entries(x[u], OWN, TYPE)), (ROWS, 1)),)
+    else:
+        index = first + tl.arange(0, STRIDE)[:, None] * OWN + tl.arange(0, OWN)[None, :]
+        for u in tl.static_range(4):
+            x = load_vector(pointer + u * stride, index, V, t + u, T, MASK_V, MASK_T)
+            rows = rows + (tl.reshape(tl.trans(x), (ROWS, 1)),)
+    return rows
+
+
+@triton.jit
+def _load_keys(
+    pointer, stride, first, t, T, K: tl.constexpr, WIDTH: tl.constexpr, MASK_T: tl.constexpr, MASK_K: tl.constexpr
+):
+    """A part's keys or queries of 4 tokens in float32, each [1, WIDTH]."""
+    TYPE: tl.constexpr = pointer.dtype.element_ty
+    keys = ()
+    if TYPE.primitive_bitwidth == 16 and K % 4 == 0:
+        for pair in tl.static_range(0, 4, 2):
+            x = _integers(pointer + pair * stride, stride, first, t + pair, T, K, WIDTH // 4, 4, MASK_K, MASK_T)
+            for u in tl.static_range(2):
+                keys = keys + (tl.reshape(_entries(x[u], 4, TYPE), (1, WIDTH)),)
+    else:
+        index = first + tl.arange(0, WIDTH)
+        for u in tl.static_range(4):
+            keys = keys + (load_vector(pointer + u * stride, index, K, t + u, T, MASK_K, MASK_T)[None, :],)
+    return keys
 
 
 @triton.jit
 def _write(
-    M, E, k, v, b, decay, t, at_k, at_v, T, H, G, rows, keys,
-    K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
-    MASK_T: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr,
+    M, E, k, v, b, decay, t, at_k, at_v, T, H, G, first,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, MASK_T: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr,
 ):
-    """The state COUNT tokens later. ``decay``, ``at_k`` and ``at_v`` stand at token t."""
-    for u in tl.static_range(COUNT):
-        a = tl.load(decay + u)
-        vv = load_vector(v + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
-        bb = load_vector(b + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
-        M_next = ()
-        E_next = ()
-        for n in tl.static_range(PARTS):
-            kk = load_vector(k + at_k + u * G * K, n * WIDTH + keys, K, t + u, T, MASK_K, MASK_T)[None, :]
-            M_next = M_next + (M[n] * a + vv * kk,)
-            E_next = E_next + (E[n] * a + bb * (kk * kk),)
-        M = M_next
-        E = E_next
-    return M, E
+    """The state 4 tokens later. ``decay``, ``at_k`` and ``at_v`` stand at token t."""
+    # writes decay to the end at once: one multiplication and four fused ones an element, instead of eight in all
+    v4 = _load_rows(v + at_v, H * V, first, t, T, V, ROWS, STRIDE, MASK_V, MASK_T)
+    b4 = _load_rows(b + at_v, H * V, first, t, T, V, ROWS, STRIDE, MASK_V, MASK_T)
+    gain = 1.0
+    vs = ()
+    bs = ()
+    for u in tl.static_range(3, -1, -1):
+        vs = (v4[u] * gain,) + vs
+        bs = (b4[u] * gain,) + bs
+        gain = gain * tl.load(decay + u)
+    M_next = ()
+    E_next = ()
+    for n in tl.static_range(PARTS):
+        ks = _load_keys(k + at_k, G * K, n * WIDTH, t, T, K, WIDTH, MASK_T, MASK_K)
+        m = M[n] * gain
+        e = E[n] * gain
+        for u in tl.static_range(4):
+            m += vs[u] * ks[u]
+            e += bs[u] * (ks[u] * ks[u])
+        M_next = M_next + (m,)
+        E_next = E_next + (e,)
+    return M_next, E_next
 
 
 @triton.jit
@@ -48,43 +151,9 @@ def _load_tile(pointer, rows, columns, K: tl.constexpr, V: tl.constexpr, MASK_V:
     return M, E
 
 
-@triton.jit
-def _over_keys(x, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """[ROWS, WIDTH] -> [ROWS, LANES]: the sum of the 4 neighbours that one thread holds."""
-    return tl.sum(tl.reshape(x, (ROWS, LANES, 4)), 2)
-
-
-@triton.jit
-def _over_rows(x, ROWS: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] -> [STRIDE, WIDTH]: the sum of the rows that one thread holds."""
-    return tl.sum(tl.reshape(x, (ROWS // STRIDE, STRIDE, WIDTH)), 0)
-
-
-@triton.jit
-def _stack(x):
-    """4 tensors of one shape -> [..., 2, 2], so that one sum across threads serves 4 tokens."""
-    return tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
-
-
-@triton.jit
-def _sum_rows(x, y, STRIDE: tl.constexpr, LANES: tl.constexpr):
-    """Two times 4 tensors [STRIDE, 4 LANES] -> their sums over rows, [8, 4 LANES], by one exchange among the warps.
-
-    Neighbouring threads' entries are made neighbours first: in the memory that the warps exchange through, entries
-    that one thread holds would otherwise lie between them, and all threads would hit one bank. A warp's own rows are
-    summed apart: a sum over both at once has one thread of several store each value, in a branch.
-    """
-    OWN: tl.constexpr = 32 // LANES
-    both = tl.join(tl.join(tl.join(x[0], y[0]), tl.join(x[2], y[2])), tl.join(tl.join(x[1], y[1]), tl.join(x[3], y[3])))
-    both = tl.permute(tl.reshape(both, (STRIDE, LANES, 4, 8)), (0, 3, 2, 1))
-    both = tl.sum(tl.reshape(both, (STRIDE // OWN, OWN, 32 * LANES)), 1)
-    total = tl.reshape(tl.sum(both, 0), (8, 4, LANES))
-    return tl.reshape(tl.permute(total, (0, 2, 1)), (8, 4 * LANES))
-
-
 @triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
 def adjoint_kernel(
-    q, k, v, b, dy, dvariance, decay, prior, states, scratch, adjoints, entering,
+    q, k, v, b, dy, dvariance, decay, lost, prior, states, scratch, adjoints, entering,
     dqk, dv, db, dg, dprior, T, H, G, S, first, count, length, padded,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     STRIDE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SECTOR: tl.constexpr, SECTORS: tl.constexpr,
@@ -99,7 +168,8 @@ def adjoint_kernel(
     batch = bh // H
     h = bh % H
     hk = h // (H // G)
-    rows = block_v * ROWS + tl.arange(0, ROWS)
+    # a thread's rows, STRIDE apart in a tile, are next to each other in memory
+    rows = block_v * ROWS + (tl.arange(0, ROWS) % STRIDE) * (ROWS // STRIDE) + tl.arange(0, ROWS) // STRIDE
     keys = tl.arange(0, WIDTH)
     threads_rows = tl.arange(0, STRIDE)
     # 4 tokens as [2, 2], after another axis; the gradients of q and of k for 4 tokens as [8, 1]
@@ -135,8 +205,8 @@ def adjoint_kernel(
             t = t_chunk + i * 4
             at_v = ((batch * T + t) * H + h) * V
             at_k = ((batch * T + t) * G + hk) * K
-            M, E = _write(M, E, k, v, b, decay + bh * padded + t, t, at_k, at_v, T, H, G, rows, keys,
-                          K, V, WIDTH, PARTS, 4, MASK_T, MASK_V, MASK_K)
+            M, E = _write(M, E, k, v, b, decay + bh * padded + t, t, at_k, at_v, T, H, G, first_v,
+                          K, V, ROWS, STRIDE, WIDTH, PARTS, MASK_T, MASK_V, MASK_K)
             if (i + 1) % (BLOCK // 4) == 0:
                 place = states + own + (i // (BLOCK // 4)) * SIZE
                 store_state(place, M, E, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
@@ -149,13 +219,16 @@ def adjoint_kernel(
                 t = t_chunk + block * BLOCK + i * 4
                 at_v = ((batch * T + t) * H + h) * V
                 at_k = ((batch * T + t) * G + hk) * K
-                M, E = _write(M, E, k, v, b, decay + bh * padded + t, t, at_k, at_v, T, H, G, rows, keys,
-                              K, V, WIDTH, PARTS, 4, MASK_T, MASK_V, MASK_K)
+                M, E = _write(M, E, k, v, b, decay + bh * padded + t, t, at_k, at_v, T, H, G, first_v,
+                              K, V, ROWS, STRIDE, WIDTH, PARTS, MASK_T, MASK_V, MASK_K)
                 place = states + own + (CHUNK // BLOCK - 1 + i) * SIZE
                 store_state(place, M, E, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
             tl.debug_barrier()
+            last = states + own + (CHUNK // BLOCK + BLOCK // 4 - 3) * SIZE
+            m0, e0 = _load_tile(last, rows, keys, K, V, MASK_V, MASK_K)
             for i in range(BLOCK // 4 - 1, -1, -1):
                 at_step = tl.where(i == 0, at_block, own + (CHUNK // BLOCK - 2 + i) * SIZE)
+                at_next = tl.where(i <= 1, at_block, own + (CHUNK // BLOCK - 3 + i) * SIZE)
                 t = t_chunk + block * BLOCK + i * 4
                 at_v = ((batch * T + t) * H + h) * V
                 at_k = ((batch * T + t) * G + hk) * K
@@ -168,16 +241,15 @@ def adjoint_kernel(
                 dv_sum = ()
                 db_sum = ()
                 dg_sum = ()
-                m0, e0 = _load_tile(states + at_step, rows, keys, K, V, MASK_V, MASK_K)
                 for n in tl.static_range(PARTS):
                     columns = n * WIDTH + keys
-                    ks = ()
-                    vs = ()
-                    bs = ()
-                    for u in tl.static_range(4):
-                        ks = ks + (load_vector(k + at_k + u * G * K, columns, K, t + u, T, MASK_K, MASK_T)[None, :],)
-                        vs = vs + (load_vector(v + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None],)
-                        bs = bs + (load_vector(b + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None],)
+                    ks = _load_keys(k + at_k, G * K, n * WIDTH, t, T, K, WIDTH, MASK_T, MASK_K)
+                    vs = _load_rows(v + at_v, H * V, first_v, t, T, V, ROWS, STRIDE, MASK_V, MASK_T)
+                    bs = _load_rows(b + at_v, H * V, first_v, t, T, V, ROWS, STRIDE, MASK_V, MASK_T)
+                    qs = _load_keys(q + at_k, G * K, n * WIDTH, t, T, K, WIDTH, MASK_T, MASK_K)
+                    ds = _load_rows(dy + at_v, H * V, first_v, t, T, V, ROWS, STRIDE, MASK_V, MASK_T)
+                    if VARIANCE:
+                        ss = _load_rows(dvariance + at_v, H * V, first_v, t, T, V, ROWS, STRIDE, MASK_V, MASK_T)
                     # the states after 2, 3 and 4 tokens; after 1 only when it is needed, to spare registers
                     m2 = m0 * (a[0] * a[1]) + (vs[0] * a[1]) * ks[0] + vs[1] * ks[1]
                     e2 = e0 * (a[0] * a[1]) + (bs[0] * a[1]) * (ks[0] * ks[0]) + bs[1] * (ks[1] * ks[1])
@@ -193,46 +265,45 @@ def adjoint_kernel(
                     for u in tl.static_range(3, -1, -1):
                         if u == 3:
                             m = m3 * a[3] + vs[3] * ks[3]
-                            e = e3 * a[3] + bs[3] * (ks[3] * ks[3])
+                            importance = e3 * a[3] + (bs[3] * (ks[3] * ks[3]) + p)
                             m_before = m3
                             e_before = e3
                         if u == 2:
+                            # again, rather than held since the products above: registers are short
+                            m0, e0 = _load_tile(states + at_step, rows, columns, K, V, MASK_V, MASK_K)
                             m = m3
-                            e = e3
+                            importance = e3 + p
                             m_before = m2
                             e_before = e2
                         if u == 1:
                             m = m2
-                            e = e2
+                            importance = e2 + p
                             m_before = m0 * a[0] + vs[0] * ks[0]
                             e_before = e0 * a[0] + bs[0] * (ks[0] * ks[0])
                         if u == 0:
                             m = m_before
-                            e = e_before
+                            importance = e_before + p
                             m_before = m0
                             e_before = e0
-                        qq = load_vector(q + at_k + u * G * K, columns, K, t + u, T, MASK_K, MASK_T)[None, :]
-                        dd = load_vector(dy + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
-                        r = reciprocal(e + p, ASSEMBLY)
+                        r = reciprocal(importance, ASSEMBLY)
                         mu = m * r
-                        w = (dd * qq) * r
+                        w = (ds[u] * qs[u]) * r
                         wm = w * mu
-                        read = dd * mu
+                        read = ds[u] * mu
                         if VARIANCE:
-                            ss = load_vector(dvariance + at_v + u * H * V, rows, V, t + u, T, MASK_V, MASK_T)[:, None]
-                            sr = (ss * qq) * r
-                            wm += sr * (qq * r)
+                            sr = (ss[u] * qs[u]) * r
+                            wm += sr * (qs[u] * r)
                             read += 2.0 * sr
                         lm = lm * a_next[u] + w
                         le = le * a_next[u] - wm
-                        dI -= _over_rows(_over_keys(wm, ROWS, LANES), ROWS, STRIDE, LANES)
-                        dqs = (_over_rows(read, ROWS, STRIDE, WIDTH),) + dqs
-                        from_b = _over_rows(bs[u] * le, ROWS, STRIDE, WIDTH)
-                        dks = (_over_rows(vs[u] * lm, ROWS, STRIDE, WIDTH) + (2.0 * ks[u]) * from_b,) + dks
-                        to_v = _over_keys(lm * ks[u], ROWS, LANES)
-                        to_b = _over_keys(le * (ks[u] * ks[u]), ROWS, LANES)
-                        kept = _over_keys(lm * m_before, ROWS, LANES) + _over_keys(le * e_before, ROWS, LANES)
-                        to_g = _over_rows(kept, ROWS, STRIDE, LANES) * a[u]
+                        dI -= over_rows(over_keys(wm, ROWS, LANES), ROWS, STRIDE, LANES)
+                        dqs = (over_rows(read, ROWS, STRIDE, WIDTH),) + dqs
+                        from_b = over_rows(bs[u] * le, ROWS, STRIDE, WIDTH)
+                        dks = (over_rows(vs[u] * lm, ROWS, STRIDE, WIDTH) + (2.0 * ks[u]) * from_b,) + dks
+                        to_v = over_keys(lm * ks[u], ROWS, LANES)
+                        to_b = over_keys(le * (ks[u] * ks[u]), ROWS, LANES)
+                        kept = over_keys(lm * m_before, ROWS, LANES) + over_keys(le * e_before, ROWS, LANES)
+                        to_g = over_rows(kept, ROWS, STRIDE, LANES) * a[u]
                         if n > 0:
                             to_v += dv_sum[u]
                             to_b += db_sum[u]
@@ -245,24 +316,26 @@ def adjoint_kernel(
                     dg_sum = dgs
                     LM_next = LM_next + (lm,)
                     LE_next = LE_next + (le,)
+                    # the next tile's states, before the sums across threads, which would hold the loads back
                     if n + 1 < PARTS:
-                        # before the sums across threads, which would hold the loads back
                         m0, e0 = _load_tile(states + at_step, rows, columns + WIDTH, K, V, MASK_V, MASK_K)
+                    else:
+                        m0, e0 = _load_tile(states + at_next, rows, keys, K, V, MASK_V, MASK_K)
                     token = (batch * (count * CHUNK) + t - first * CHUNK + slots % 4) * H + h
                     place = ((token * blocks_v + block_v) * 2 + slots // 4) * K + columns[None, :]
                     if MASK_K:
-                        tl.store(dqk + place, _sum_rows(dqs, dks, STRIDE, LANES), mask=(columns < K)[None, :])
+                        tl.store(dqk + place, sum_rows(dqs, dks, STRIDE, LANES), mask=(columns < K)[None, :])
                     else:
-                        tl.store(dqk + place, _sum_rows(dqs, dks, STRIDE, LANES))
+                        tl.store(dqk + place, sum_rows(dqs, dks, STRIDE, LANES))
                 LM = LM_next
                 LE = LE_next
                 place = at_v + steps * H * V + rows[:, None, None]
-                dv_all = tl.sum(_stack(dv_sum), 1).to(dv.dtype.element_ty)
-                db_all = tl.sum(_stack(db_sum), 1).to(db.dtype.element_ty)
+                dv_all = over_lanes(dv_sum, ROWS, LANES).to(dv.dtype.element_ty)
+                db_all = over_lanes(db_sum, ROWS, LANES).to(db.dtype.element_ty)
                 # the decay's gradient is left as a sum a thread row
                 place_g = ((batch * T + t + steps) * H + h) * blocks_v + block_v
                 place_g = place_g * STRIDE + threads_rows[:, None, None]
-                dg_all = tl.sum(_stack(dg_sum), 1)
+                dg_all = over_lanes(dg_sum, STRIDE, LANES)
                 if MASK_V or MASK_T:
                     inside = (rows < V)[:, None, None] & (t + steps < T)
                     tl.store(dv + place, dv_all, mask=inside)
@@ -273,6 +346,15 @@ def adjoint_kernel(
                     tl.store(db + place, db_all)
                     tl.store(dg + place_g, dg_all)
             tl.debug_barrier()
+        # what the decays lost when they were rounded; nothing for what arose in this chunk, whose share is 64 roundings
+        back = tl.load(lost + bh * (padded // CHUNK) + first + chunk)
+        LM_next = ()
+        LE_next = ()
+        for n in tl.static_range(PARTS):
+            LM_next = LM_next + (LM[n] + LM[n] * back,)
+            LE_next = LE_next + (LE[n] + LE[n] * back,)
+        LM = LM_next
+        LE = LE_next
         tl.debug_barrier()
     tl.store(dprior + (bh * S + segment) * blocks_v + block_v, tl.sum(tl.sum(dI, 1), 0))
     if T < 0:

@@ -28,6 +28,7 @@ from .triton_common import (
     INTERPRETED,
     OPTIONS,
     Decays,
+    Tiling,
     backward_tiling,
     chunk_states,
     load_state,
@@ -44,7 +45,7 @@ from .triton_common import (
 SLAB_BYTES = 512 * 2**20
 
 # tokens between the states kept in the scratch inside a chunk; between those inside a block there are 4
-BLOCK = 16
+BLOCK = 8
 SLOTS = CHUNK // BLOCK - 1 + BLOCK // 4 - 1
 # tokens between the first read of a row, which fetches it, and its use
 AHEAD = 6
@@ -52,7 +53,7 @@ AHEAD = 6
 
 @triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
 def _inflow_kernel(
-    q, k, v, b, dy, dvariance, decay, prior, states, adjoints, gains, T, H, G, S, first, count, length, padded,
+    q, k, v, b, dy, dvariance, decay, total, prior, states, adjoints, gains, T, H, G, S, first, count, length, padded,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
     CHUNK: tl.constexpr, AHEAD: tl.constexpr, SECTOR: tl.constexpr, SECTORS: tl.constexpr, MASK_T: tl.constexpr,
     MASK_V: tl.constexpr, MASK_K: tl.constexpr, VARIANCE: tl.constexpr, ASSEMBLY: tl.constexpr,
@@ -66,65 +67,69 @@ def _inflow_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     keys = tl.arange(0, WIDTH)
     p = tl.load(prior + h).to(tl.float32)
-    entering = states + (bh * count + segment * length) * (2 * V * K)
-    M, E = load_state(entering, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
     LM = ()
     LE = ()
     for _ in tl.static_range(PARTS):
         LM = LM + (tl.zeros((ROWS, WIDTH), tl.float32),)
         LE = LE + (tl.zeros((ROWS, WIDTH), tl.float32),)
-    gain = 1.0
+    whole = tl.zeros((), tl.float64)
     from_k = batch * T * G * K + hk * K
     from_v = batch * T * H * V + h * V
     first_v = tl.program_id(0) * ROWS
     last_v = min(V, first_v + ROWS)
     used = tl.zeros((1, SECTORS), tl.float32)
-    begin = (first + segment * length) * CHUNK
-    for t in range(begin, min(min(begin + length * CHUNK, (first + count) * CHUNK), T)):
-        at_v = ((batch * T + t) * H + h) * V
-        at_k = ((batch * T + t) * G + hk) * K
-        ahead = t + AHEAD + tl.arange(0, 1)
-        near_k = touch(k + from_k, ahead, T, G * K, 0, K, SECTOR, SECTORS)
-        near_q = touch(q + from_k, ahead, T, G * K, 0, K, SECTOR, SECTORS)
-        near_v = touch(v + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
-        near_b = touch(b + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
-        near_d = touch(dy + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
-        a = tl.load(decay + bh * padded + t)
-        gain = gain * a
-        vv = load_vector(v + at_v, rows, V, t, T, MASK_V, False)[:, None]
-        bb = load_vector(b + at_v, rows, V, t, T, MASK_V, False)[:, None]
-        dd = load_vector(dy + at_v, rows, V, t, T, MASK_V, False)[:, None] * gain
-        if VARIANCE:
-            ss = load_vector(dvariance + at_v, rows, V, t, T, MASK_V, False)[:, None] * gain
-        M_next = ()
-        E_next = ()
-        LM_next = ()
-        LE_next = ()
-        for n in tl.static_range(PARTS):
-            kk = load_vector(k + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
-            qq = load_vector(q + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
-            m = M[n] * a + vv * kk
-            e = E[n] * a + bb * (kk * kk)
-            r = reciprocal(e + p, ASSEMBLY)
-            w = (dd * qq) * r
+    begin = first + segment * length
+    for chunk in range(begin, min(begin + length, first + count)):
+        # both afresh for every chunk: the decays' rounding errors would add up
+        entering = states + (bh * count + chunk - first) * (2 * V * K)
+        M, E = load_state(entering, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+        gain = tl.exp(whole).to(tl.float32)
+        for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
+            at_v = ((batch * T + t) * H + h) * V
+            at_k = ((batch * T + t) * G + hk) * K
+            ahead = t + AHEAD + tl.arange(0, 1)
+            near_k = touch(k + from_k, ahead, T, G * K, 0, K, SECTOR, SECTORS)
+            near_q = touch(q + from_k, ahead, T, G * K, 0, K, SECTOR, SECTORS)
+            near_v = touch(v + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
+            near_b = touch(b + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
+            near_d = touch(dy + from_v, ahead, T, H * V, first_v, last_v, SECTOR, SECTORS)
+            a = tl.load(decay + bh * padded + t)
+            gain = gain * a
+            vv = load_vector(v + at_v, rows, V, t, T, MASK_V, False)[:, None]
+            bb = load_vector(b + at_v, rows, V, t, T, MASK_V, False)[:, None]
+            dd = load_vector(dy + at_v, rows, V, t, T, MASK_V, False)[:, None] * gain
             if VARIANCE:
-                LE_next = LE_next + (LE[n] - (w * m + (ss * qq) * (qq * r)) * r,)
-            else:
-                LE_next = LE_next + (LE[n] - w * (m * r),)
-            LM_next = LM_next + (LM[n] + w,)
-            M_next = M_next + (m,)
-            E_next = E_next + (e,)
-        M = M_next
-        E = E_next
-        LM = LM_next
-        LE = LE_next
-        used += (near_k + near_q) + (near_v + near_b) + near_d
+                ss = load_vector(dvariance + at_v, rows, V, t, T, MASK_V, False)[:, None] * gain
+            M_next = ()
+            E_next = ()
+            LM_next = ()
+            LE_next = ()
+            for n in tl.static_range(PARTS):
+                kk = load_vector(k + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
+                qq = load_vector(q + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
+                m = M[n] * a + vv * kk
+                e = E[n] * a + bb * (kk * kk)
+                r = reciprocal(e + p, ASSEMBLY)
+                w = (dd * qq) * r
+                if VARIANCE:
+                    LE_next = LE_next + (LE[n] - (w * m + (ss * qq) * (qq * r)) * r,)
+                else:
+                    LE_next = LE_next + (LE[n] - w * (m * r),)
+                LM_next = LM_next + (LM[n] + w,)
+                M_next = M_next + (m,)
+                E_next = E_next + (e,)
+            M = M_next
+            E = E_next
+            LM = LM_next
+            LE = LE_next
+            used += (near_k + near_q) + (near_v + near_b) + near_d
+        whole += tl.load(total + bh * padded + chunk * CHUNK + CHUNK - 1)
     if T < 0:
         # never: it keeps the early reads alive
         tl.store(gains + tl.arange(0, SECTORS)[None, :], used)
     store_state(adjoints + (bh * S + segment) * (2 * V * K), LM, LE, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
     if tl.program_id(0) == 0:
-        tl.store(gains + bh * S + segment, gain)
+        tl.store(gains + bh * S + segment, tl.exp(whole))
 
 
 @triton.jit(do_not_specialize=["T", "G", "first", "padded"])
@@ -149,23 +154,25 @@ def _gather_kernel(
     tl.store(dk + place, sum_k.to(dk.dtype.element_ty), mask=inside)
 
 
-def slab_chunks(batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, length: int) -> int:
+def slab_chunks(
+    batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, tiling: Tiling, length: int
+) -> int:
     """Chunks a slab: as many segments of the forward pass (``length`` chunks) as SLAB_BYTES hold, in equal slabs."""
     chunks = triton.cdiv(tokens, CHUNK)
-    blocks = backward_tiling(key_dim, value_dim).blocks(value_dim)
+    blocks = tiling.blocks(value_dim)
     per_chunk = 4 * batch * heads * (2 * value_dim * key_dim + 2 * CHUNK * blocks * key_dim)
     slab = max(1, SLAB_BYTES // per_chunk // length) * length
     slab = triton.cdiv(triton.cdiv(chunks, triton.cdiv(chunks, slab)), length) * length
     return min(slab, chunks)
 
 
-def segment_chunks(programs: int, warps: int, slab: int, processors: int) -> int:
+def segment_chunks(programs: int, tiling: Tiling, slab: int, processors: int) -> int:
     """Chunks a segment, for ``programs`` a segment: the shortest time in waves of programs.
 
     A program takes as long as its segment and a start; the walk for the inflow, 0.3 of that.
     """
-    # about 8 warps of 255 registers fit a multiprocessor
-    places = processors * max(1, 8 // warps)
+    # a multiprocessor has 2^16 registers, given out to warps of 32 threads in eights
+    places = processors * max(1, 2048 // (triton.cdiv(tiling.registers, 8) * 8) // tiling.warps)
 
     def cost(segments: int) -> float:
         segment = triton.cdiv(slab, segments)
@@ -191,12 +198,14 @@ def backward(
     batch, tokens, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
     device = v.device
-    tiling = backward_tiling(key_dim, value_dim)
+    # several entries are read as one integer
+    dy, q, k, v, b = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (dy, q, k, v, b))
+    tiling = backward_tiling(key_dim, value_dim, key_dim % 4 == 0 and q.element_size() == k.element_size() == 2)
     blocks = tiling.blocks(value_dim)
     chunks = triton.cdiv(tokens, CHUNK)
     padded = chunks * CHUNK
-    slab = slab_chunks(batch, tokens, heads, key_dim, value_dim, length)
-    segment = segment_chunks(batch * heads * blocks, tiling.warps, slab, _processors(device))
+    slab = slab_chunks(batch, tokens, heads, key_dim, value_dim, tiling, length)
+    segment = segment_chunks(batch * heads * blocks, tiling, slab, _processors(device))
     segments = triton.cdiv(slab, segment)
     size = 2 * value_dim * key_dim
 
@@ -226,16 +235,16 @@ def backward(
         adjoints = edge
         if here > 1:
             adjoints = torch.empty(batch, heads, here, 2, value_dim, key_dim, dtype=torch.float32, device=device)
-            gains = torch.empty(batch, heads, here, dtype=torch.float32, device=device)
+            gains = torch.empty(batch, heads, here, dtype=torch.float64, device=device)
             _inflow_kernel[(blocks, here - 1, batch * heads)](
-                q, k, v, b, dy, spread, table.each, prior, states, adjoints, gains, tokens, heads, groups, here, first,
-                count, segment, padded, **shape, AHEAD=AHEAD, MASK_T=False, **options,
+                q, k, v, b, dy, spread, table.each, table.total, prior, states, adjoints, gains, tokens, heads, groups,
+                here, first, count, segment, padded, **shape, AHEAD=AHEAD, MASK_T=False, **options,
             )
             scan(edge, adjoints, gains, reverse=True)
         adjoint_kernel[(blocks, here, batch * heads)](
-            q, k, v, b, dy, spread, table.each, prior, states, scratch, adjoints, edge, partial, dv, db, dg,
+            q, k, v, b, dy, spread, table.each, table.lost, prior, states, scratch, adjoints, edge, partial, dv, db, dg,
             dprior[i], tokens, heads, groups, here, first, count, segment, padded, **shape, STRIDE=tiling.stride,
-            BLOCK=BLOCK, MASK_T=tokens % BLOCK != 0, **options,
+            BLOCK=BLOCK, MASK_T=tokens % BLOCK != 0, maxnreg=tiling.registers, **options,
         )
         keys = triton.next_power_of_2(key_dim)
         rows = max(1, 1024 // keys)

@@ -28,12 +28,16 @@ MAX_KEY, MAX_VALUE = 256, 512
 
 
 class Tiling(NamedTuple):
-    """A program's block of the state: ``rows`` values by ``parts`` tiles of ``width`` keys, on ``warps`` warps."""
+    """A program's block of the state: ``rows`` values by ``parts`` tiles of ``width`` keys, on ``warps`` warps.
+
+    ``registers``: at most so many a thread, which decides how many programs a multiprocessor holds.
+    """
 
     rows: int
     width: int
     parts: int
     warps: int
+    registers: int = 255
 
     @property
     def lanes(self) -> int:
@@ -73,19 +77,20 @@ def forward_tiling(key_dim: int, value_dim: int) -> Tiling:
     return Tiling(rows, width, padded // width, warps)
 
 
-def backward_tiling(key_dim: int, value_dim: int) -> Tiling:
-    """Up to 32 elements a thread of each of M, E and their adjoints, up to 16 in one tile.
+def backward_tiling(key_dim: int, value_dim: int, packed: bool) -> Tiling:
+    """Up to 32 elements a thread of each of M, E and their adjoints, up to 16 in one tile, on 4 warps at most.
 
-    32 rows: 64 would halve the partial sums of the gradients of q and k, but leave one program a multiprocessor, which
-    is idle whenever its warps meet.
+    32 rows, 16 of more than 128 keys: more would halve the partial sums of the gradients of q and k, but leave one
+    program a multiprocessor, which is idle whenever its warps meet. ``packed``: keys and queries are read 4 at a time.
+    Else a part must be narrower than the program has threads, as in the forward pass.
     """
     padded = _padded(key_dim)
-    rows = _rows(value_dim, 32)
-    warps = min(8, max(1, triton.next_power_of_2(triton.cdiv(rows * padded, 32 * 32))))
+    rows = _rows(value_dim, 32 if padded <= 128 else 16)
+    warps = triton.next_power_of_2(triton.cdiv(rows * padded, 32 * 32))
     width = next(
         width
-        for width in (64, 32, 16)
-        if padded % width == 0 and (max(rows * width // 16, width + 1) <= 32 * warps or width == 16)
+        for width in (128, 64, 32, 16)
+        if padded % width == 0 and (width == 16 or (rows * width <= 16 * 32 * warps and (packed or width < 32 * warps)))
     )
     return Tiling(rows, width, padded // width, warps)
 
@@ -198,7 +203,7 @@ def store_state(
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
-def _decays_kernel(log_decay, reset, decay, total, T, H, padded, CHUNK: tl.constexpr, HAS_RESET: tl.constexpr):
+def _decays_kernel(log_decay, reset, decay, total, lost, T, H, padded, CHUNK: tl.constexpr, HAS_RESET: tl.constexpr):
     chunk = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     batch = bh // H
@@ -212,15 +217,26 @@ def _decays_kernel(log_decay, reset, decay, total, T, H, padded, CHUNK: tl.const
         fresh = tl.load(reset + batch * T + t, mask=live, other=0) != 0
         a = tl.where(fresh, 0.0, a)
         g = tl.where(fresh, -800.0, g)
-    tl.store(decay + bh * padded + t, a.to(tl.float32))
+    rounded = a.to(tl.float32)
+    whole = rounded.to(tl.float64)
+    error = tl.where(rounded > 1e-30, (a - whole) / tl.maximum(whole, 1e-30), 0.0)
+    tl.store(decay + bh * padded + t, rounded)
+    tl.store(lost + bh * tl.num_programs(0) + chunk, tl.sum(error, 0).to(tl.float32))
     tl.store(total + bh * padded + t, tl.cumsum(g, 0))
 
 
 class Decays(NamedTuple):
-    """Each token's decay [B, H, N CHUNK] (0 at a reset, 1 past the end) and the chunks' running log decays, float64."""
+    """What the kernels know of the decays.
+
+    each: [B, H, N CHUNK], a token's decay; 0 at a reset, 1 past the end. float32.
+    total: the same shape, the chunks' running log decays. float64.
+    lost: [B, H, N], by what share rounding made a chunk's product of ``each`` too small. float32. A decay just below 1
+        is rounded alike at every token, which adds up: 4e-4 over 32768 tokens at exp(-1e-6).
+    """
 
     each: Tensor
     total: Tensor
+    lost: Tensor
 
 
 def decays(log_decay: Tensor, reset: Tensor | None) -> Decays:
@@ -228,11 +244,12 @@ def decays(log_decay: Tensor, reset: Tensor | None) -> Decays:
     chunks = triton.cdiv(tokens, CHUNK)
     each = torch.empty(batch, heads, chunks * CHUNK, dtype=torch.float32, device=log_decay.device)
     total = torch.empty_like(each, dtype=torch.float64)
+    lost = torch.empty(batch, heads, chunks, dtype=torch.float32, device=log_decay.device)
     flags = log_decay if reset is None else reset.view(torch.uint8)
     _decays_kernel[(chunks, batch * heads)](
-        log_decay, flags, each, total, tokens, heads, chunks * CHUNK, CHUNK=CHUNK, HAS_RESET=reset is not None
+        log_decay, flags, each, total, lost, tokens, heads, chunks * CHUNK, CHUNK=CHUNK, HAS_RESET=reset is not None
     )
-    return Decays(each, total)
+    return Decays(each, total, lost)
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "chunks"])
@@ -278,14 +295,14 @@ def _products_kernel(
         at = (token * H + h)[:, None] * V + rows[None, :]
         vv = tl.load(v + at, mask=mask_v, other=0.0).to(tl.float32) * weight
         bb = tl.load(b + at, mask=mask_v, other=0.0).to(tl.float32) * weight
-        gain = tl.exp(end.to(tl.float32))
+        gain = tl.exp(end).to(tl.float32)
         M = M * gain + tl.dot(tl.trans(vv), kk, input_precision=PRECISION)
         E = E * gain + tl.dot(tl.trans(bb), kk * kk, input_precision=PRECISION)
     if not KEEP:
         tl.store(start, M, mask=inside)
         tl.store(start + V * K, E, mask=inside)
         if tl.program_id(0) == 0:
-            tl.store(gains + bh * S + segment, tl.exp(whole.to(tl.float32)))
+            tl.store(gains + bh * S + segment, tl.exp(whole))
 
 
 @triton.jit(do_not_specialize=["S", "size"])
@@ -313,7 +330,9 @@ def _scan_kernel(edge, states, gains, S, size, BLOCK: tl.constexpr, REVERSE: tl.
                 if REVERSE:
                     s = S - 1 - s
                 tl.store(states + (bh * S + s) * size + at, carry, mask=inside)
-                carry = added[j] + gain[j] * carry
+                # in two parts: many segments would add up the error of one float32
+                high = gain[j].to(tl.float32)
+                carry = added[j] + (high * carry + (gain[j] - high).to(tl.float32) * carry)
     last = S - 1
     if REVERSE:
         last = 0
@@ -323,7 +342,7 @@ def _scan_kernel(edge, states, gains, S, size, BLOCK: tl.constexpr, REVERSE: tl.
 def scan(edge: Tensor | None, states: Tensor, gains: Tensor, *, reverse: bool) -> None:
     """What each segment adds, [B, H, S, 2, V, K], becomes in place what enters it; ``edge`` enters the first (last).
 
-    The last segment of the scan is not read: nothing follows it.
+    ``gains``: [B, H, S] in float64. The last segment of the scan is not read: nothing follows it.
     """
     batch, heads, segments = states.shape[:3]
     size = states[0, 0, 0].numel()
@@ -341,7 +360,7 @@ def segment_starts(k: Tensor, v: Tensor, b: Tensor, state: Tensor | None, table:
     chunks = triton.cdiv(tokens, CHUNK)
     segments = triton.cdiv(chunks, length)
     starts = torch.empty(batch, heads, segments, 2, value_dim, key_dim, dtype=torch.float32, device=v.device)
-    gains = torch.empty(batch, heads, segments, dtype=torch.float32, device=v.device)
+    gains = torch.empty(batch, heads, segments, dtype=torch.float64, device=v.device)
     rows, width = products_tiling(key_dim, value_dim)
     if segments > 1:
         tiles = triton.cdiv(value_dim, rows) * triton.cdiv(key_dim, width)
