@@ -55,16 +55,26 @@ class Broken:
 
 
 @pytest.mark.parametrize("fault", ["state", "gradient", "nan"])
-def test_a_wrong_form_fails(surgery, monkeypatch, fault):
+def test_a_wrong_form_is_warned_of(surgery, monkeypatch, fault):
     monkeypatch.setitem(dispatch._FORMS, ("delta", "chunked"), Broken(fault))
     result = surgery("check", "--device", "cpu", "--json", "-")
-    assert result.code == 1
+    assert result.code == 0
     report = json.loads(result.out)
+    assert report["passed"] is False
     assert [rule["rule"] for rule in report["rules"] if not rule["passed"]] == ["delta"]
+    assert "warning: out of tolerance on cpu: delta (chunked)" in result.err
+
+
+def test_strict_fails_on_a_wrong_form_alone(surgery, monkeypatch):
+    assert surgery("check", "--device", "cpu", "--strict").code == 0
+    monkeypatch.setitem(dispatch._FORMS, ("delta", "chunked"), Broken("state"))
+    result = surgery("check", "--device", "cpu", "--strict")
+    assert result.code == 1
     assert "out of tolerance on cpu: delta (chunked)" in result.err
+    assert "over" in result.out
 
 
-def test_a_wrong_decode_step_fails(surgery, monkeypatch):
+def test_a_wrong_decode_step_is_found(surgery, monkeypatch):
     sequential = dispatch._FORMS["additive", "reference"]
 
     def step(q, k, v, log_decay, **options):
@@ -73,7 +83,7 @@ def test_a_wrong_decode_step_fails(surgery, monkeypatch):
         return (o, state) if v.dtype == torch.float64 else (1.001 * o, state)
 
     monkeypatch.setitem(dispatch._FORMS, ("additive", "reference"), step)
-    result = surgery("check", "--device", "cpu", "--json", "-")
+    result = surgery("check", "--device", "cpu", "--json", "-", "--strict")
     assert result.code == 1
     assert [rule["rule"] for rule in json.loads(result.out)["rules"] if not rule["passed"]] == ["additive"]
 
