@@ -7,7 +7,7 @@ figures are taken of the whole model's next-token distribution:
 - the drift at dose 1, KL(base || swapped) in nats a token: how far training will have to bring the model back;
 - the slope at dose 0, d loss / d dose in nats a token: negative where a little of the new rule already predicts better.
 
-The slope is autograd's, through the dose, at a dose of 2^-24 rather than at 0: the loss has a derivative from above
+The slope is autograd's, through the dose, at a dose of 2^-32 rather than at 0: the loss has a derivative from above
 there, but a rule need not have one inside (the Bayesian rule acts through the square root of its retention). Finite
 differences will not do in float32. What a memory holds adds up over hundreds of tokens, so the loss bends within doses
 of a thousandth, and a step small enough for that leaves nothing of the difference but rounding.
@@ -16,7 +16,7 @@ of a thousandth, and a step small enough for that leaves nothing of the differen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from surgery.hosts import HostAdapter
     from surgery.memory.base import MemoryRule
 
-NEAR_ZERO = 2.0**-24  # the dose at which the slope is taken
+NEAR_ZERO = 2.0**-32  # the dose at which the slope is taken
 
 Progress = Callable[[int, int], Any]  # layers probed, layers in all
 
@@ -96,10 +96,11 @@ def probe_layers(
     rule: str,
     options: Mapping[str, Any] | None = None,
     *,
+    layers: Collection[int] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Probe:
-    """Swap every layer that holds the host's own memory in turn, and measure.
+    """Swap layers that hold the host's own memory, each alone and in turn, and measure.
 
     The hidden state that enters the layer is kept, so that only this layer and those behind it run again: once at
     dose 1, once and back near dose 0. Backward passes hold the blocks' inputs and one block's activations.
@@ -110,17 +111,21 @@ def probe_layers(
         ids: [windows, T] tokens, each window read from an empty state.
         rule, options: the memory to try, at its exact start; random tensors are those that ``apply`` would draw from
             ``seed``.
+        layers: among these only; None for all.
 
     Raises:
         UsageError: no layer is left to swap, or the rule does not fit the host.
         JobError: logits that are not finite.
     """
     device = device_of(model)
-    mixers = {layer: mixer for layer, mixer in adapter.mixers(model).items() if mixer.memory.rule == "host"}
+    mixers = {
+        layer: mixer
+        for layer, mixer in adapter.mixers(model).items()
+        if mixer.memory.rule == "host" and (layers is None or layer in layers)
+    }
     if not mixers:
         raise UsageError("every layer was swapped before, so there is none to probe\n  probe the untouched base")
     options = dict(options or {})
-    layers = sorted(mixers)
     path = _Path(adapter, model, [row[None].to(device) for row in ids])
     scale, head = adapter.logit_scale(config), adapter.head(model)
     logits = lambda hidden: head(hidden.to(device)) * scale  # noqa: E731
@@ -129,9 +134,9 @@ def probe_layers(
     with evaluating(model), _frozen(model):
         base, hidden, reached = path.final(), None, 0
         base_loss = float(compare(logits, _scored(base), _scored(base), targets).base_loss.mean())
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(sorted(mixers)):
             if progress is not None:
-                progress(number, len(layers))
+                progress(number, len(mixers))
             hidden, reached = path.run(hidden, reached, layer), layer
             memory = draw_memory(rule, adapter.geometry(config, layer), options, "exact", seed, layer)
             memory.to(device=device, dtype=hidden[0].dtype).eval().requires_grad_(False)
@@ -144,7 +149,7 @@ def probe_layers(
                 raise JobError(f"layer {layer}: logits that are not finite once its memory is {rule}")
             found.append(LayerProbe(layer, kl, slope))
     if progress is not None:
-        progress(len(layers), len(layers))
+        progress(len(mixers), len(mixers))
     return Probe(rule, options, targets.numel(), ids.shape[1], base_loss, found)
 
 
