@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 RUNTIME_BYTES = 400_000_000  # Python, torch and transformers, loaded
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of this process, where it is confined to one
 SHARE = 0.9  # of what is free that may be used
 
 Placement = Literal["whole", "spread", "streamed"]
@@ -55,11 +56,10 @@ def available_bytes(device: str) -> int:
     import psutil
 
     free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
+        limit = int((CONTROL_GROUP / "memory.max").read_text())
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
         cached = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
     except (OSError, ValueError, StopIteration):  # no control group, or one without a limit
         return free

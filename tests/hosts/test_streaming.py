@@ -8,6 +8,8 @@ from torch import nn
 
 from surgery import hosts
 from surgery.hosts.streaming import device_of, load_streamed
+from surgery.inspection.probe import probe_layers
+from surgery.plan import draw_memory
 
 
 @pytest.fixture
@@ -49,3 +51,24 @@ def test_a_mixer_alone_is_streamed(case_base, adapter, text):
             hidden = torch.randn(1, 13, whole[layer].geometry.hidden_size)
             assert torch.equal(mixer(hidden), whole[layer](hidden))
     assert held(streamed) == 0
+
+
+def test_a_probe_is_the_swap_alone(case, case_base, adapter):
+    """KL at dose 1, from the swapped layer on, is that of a model with that layer swapped, streamed or not."""
+    config = hosts.read_config(case_base)
+    layer = case.layers[-1]
+    ids = torch.randint(3, 256, (2, 23))
+    model = adapter.load(case_base, dtype=torch.float32)
+    found = probe_layers(model, adapter, config, ids, "bayesian", layers=[layer], seed=5)
+    streamed = load_streamed(adapter, case_base, dtype=torch.float32)
+    assert probe_layers(streamed, adapter, config, ids, "bayesian", layers=[layer], seed=5) == found
+    with torch.no_grad():
+        base = model(ids).logits[:, :-1].double().log_softmax(-1)
+        mixer = adapter.mixers(model)[layer]
+        mixer.memory = draw_memory("bayesian", mixer.geometry, {}, "exact", 5, layer)
+        mixer.memory.dose.fill_(1.0)
+        after = model(ids).logits[:, :-1].double().log_softmax(-1)
+    kl = float((base.exp() * (base - after)).sum(-1).mean())
+    [probed] = found.layers
+    assert probed.layer == layer and probed.slope != 0
+    assert abs(probed.kl - kl) < 1e-3 * kl + 1e-9
