@@ -99,7 +99,7 @@ def apply(
         raise ValueError("an output directory is needed unless dry_run")
     events.stage("planning")
     if measure is None:
-        measure = inspection_measure(device, events.inspected)
+        measure = inspection_measure(device, events.inspected, events.note)
     plan = make_plan(recipe, measure=measure, offline=offline)
     limit = recipe.drift_limit(plan.exact)
     events.planned(plan)
