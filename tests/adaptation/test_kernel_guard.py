@@ -51,4 +51,5 @@ def test_torch_forms_are_not_checked_again(monkeypatch):
 
 def test_triton_forms_that_no_gpu_has_passed_are_asked_for(monkeypatch):
     monkeypatch.delenv("SURGERY_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "TRITON_BY_DEFAULT", frozenset({"palimpsa"}))
     assert dispatch.picked("bayesian", "cuda") == "chunked"
