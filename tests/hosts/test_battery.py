@@ -177,6 +177,7 @@ def test_apply_at_dose_zero(case, case_base, recipe, rule, tmp_path, text):
     prefixes = tuple(adapter.tensor_prefix(config, layer) + "memory." for layer in case.swapped)
     assert all(name.startswith(prefixes) for name in after.keys() - before.keys())
     loaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    loaded.generation_config.eos_token_id = None  # random weights may choose it
     generated = loaded.generate(text, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(text))
     uncached = loaded.generate(
         text, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(text), use_cache=False
@@ -244,6 +245,7 @@ def test_an_export_reloads_and_generates(case, recipe, tmp_path, text, monkeypat
     ties = done.source.adapter.ties(done.source.checkpoint.config)
     assert after.keys() <= before.keys() <= after.keys() | ties.keys()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    loaded.generation_config.eos_token_id = None
     assert loaded.generate(text, max_new_tokens=3, do_sample=False).shape == (2, LENGTH + 3)
 
 
