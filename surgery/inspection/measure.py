@@ -95,18 +95,21 @@ def inspect_model(
         UsageError: no such model or text, an unsupported architecture, a text that is too short.
         JobError: damaged weights, decays that are not numbers.
     """
+    from surgery.hosts import adapter_for, read_config
+
     text = load_text(data, "train", root, limit=16 * tokens)
     located = locate(str(model), revision)
     dtype = torch.float32 if probe else None
     network, tokenizer = load(located, device, dtype, offload=offload, window=SEGMENT, say=say)
-    found = inspect_loaded(network, tokenizer, text, tokens, located, progress=progress)
-    if probe is None:
-        return found
-    from surgery.hosts import adapter_for, read_config
-    from surgery.inspection.probe import probe_layers, probe_windows
+    windows = None
+    if probe:  # cut first: a text too short for it is found before any work
+        from surgery.inspection.probe import probe_layers, probe_windows
 
+        windows = probe_windows(encode(tokenizer, text, tokens))
+    found = inspect_loaded(network, tokenizer, text, tokens, located, progress=progress)
+    if windows is None:
+        return found
     config = read_config(located.path)
-    windows = probe_windows(encode(tokenizer, text, tokens))
     result = probe_layers(network, adapter_for(config), config, windows, probe, progress=probe_progress)
     return replace(found, probe=result)
 

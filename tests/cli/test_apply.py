@@ -176,6 +176,45 @@ def test_layerwise_drift(bases, recipe_for, surgery, tmp_path):
         assert all(low <= error < high for error in errors.values())
 
 
+@pytest.mark.parametrize("family", ["mamba2", "gated_deltanet"])
+def test_layerwise_drift_is_that_of_whole_models(family, bases, recipe_for, surgery, tmp_path):
+    from surgery.drift import windows
+    from surgery.hosts import adapter_for, load_model, read_config
+
+    out = tmp_path / "out"
+    recipe = recipe_for(bases[family], "bayesian, start: paper")
+    result = surgery("apply", recipe, "--output", out, "--drift", "layerwise", "--json", "-")
+    assert result.code == 0, result.err
+    base, swapped = (load_model(path, dtype=torch.float32) for path in (bases[family], out))
+    adapter = adapter_for(read_config(out))
+    pairs = {1: [], 3: []}
+
+    def keep(layer):
+        return lambda module, args, output: pairs[layer].append((output, adapter.mixers(swapped)[layer](args[0])))
+
+    for layer in pairs:
+        adapter.mixers(base)[layer].register_forward_hook(keep(layer))
+    with torch.no_grad():
+        for window in windows(bases[family], "bundled")[1]:
+            base(window[None], use_cache=False)
+    for layer, found in pairs.items():
+        given, answer = (torch.cat(side).double() for side in zip(*found, strict=True))
+        expected = float((answer - given).norm() / given.norm())
+        assert result.json["drift"]["relative_error"][str(layer)] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("free", [1000, 1 << 50])
+def test_what_does_not_fit_is_streamed_for_the_drift(free, bases, recipe_for, surgery, tmp_path, monkeypatch):
+    monkeypatch.setattr("surgery.checkpoint.fitting.available_bytes", lambda _: free)
+    recipe = recipe_for(bases["mamba2"], "bayesian, start: paper")
+    result = surgery("apply", recipe, "--output", tmp_path / "out", "--json", "-")
+    assert result.code == 0, result.err
+    assert ("read from the disk" in result.err) == (free == 1000)
+    monkeypatch.undo()
+    again = surgery("apply", recipe, "--output", tmp_path / "again", "--json", "-").json
+    assert result.json["drift"] == again["drift"]
+
+
 def test_layers_by_horizon(bases, recipe_for, surgery, tmp_path):
     chosen = {}
     for choice in ("{top: 2}", "{bottom: 2}", "{top: 4, by: log-mean}", "{random: 2, seed: 5}"):

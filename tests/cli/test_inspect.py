@@ -99,6 +99,10 @@ def test_refusals(surgery, bases, tmp_path):
     refused(surgery("inspect", tmp_path / "nothing"), 2, "no such directory")
     refused(surgery("inspect", "bundled:nothing"), 2, "no such bundled model")
     refused(surgery("inspect", model, "--device", "tpu"), 2, "auto, cpu or cuda")
+    refused(surgery("inspect", model, "--probe", "palimsa"), 2, "--probe palimsa", "palimpsa or bayesian")
+    refused(surgery("inspect", model, "--static", "--probe", "palimpsa"), 2, "--static", "--probe")
+    refused(surgery("inspect", model, "--static", "--offload"), 2, "--static", "--offload")
+    refused(surgery("inspect", model, "--probe", "palimpsa", "--tokens", 300), 2, "300 tokens", "512")
     assert not (tmp_path / "r.yaml").exists()
 
 
@@ -109,9 +113,38 @@ def test_unsupported_architecture_lists_the_supported(surgery, tmp_path):
         assert result.code == 2 and "llama" in result.err and "mamba2" in result.err
 
 
+def test_probe_stands_beside_n_t(surgery, bases, tmp_path):
+    model, picture, recipe = bases["mamba2"], tmp_path / "p.png", tmp_path / "r.yaml"
+    options = ["--tokens", 600, "--probe", "palimpsa", "--plot", picture, "--recipe", recipe]
+    result = surgery("inspect", model, *options, "--json", tmp_path / "found.json")
+    assert result.code == 0, result.err
+    found = json.loads((tmp_path / "found.json").read_text())
+    probe = found["probe"]
+    assert probe["rule"] == "palimpsa" and probe["tokens"] == 511 and probe["context"] == 512
+    assert [one["layer"] for one in probe["layers"]] == [0, 1, 2, 3] and all(one["kl"] > 0 for one in probe["layers"])
+    table = {int(row[1] if row[0] == "●" else row[0]): row[-2:] for row in map(str.split, result.out.splitlines())
+             if row and (row[1] if row[0] == "●" else row[0]).isdigit()}  # fmt: skip
+    for one in probe["layers"]:
+        assert table[one["layer"]] == [f"{one['kl']:.3g}", f"{one['slope']:+.3g}"]
+    assert picture.stat().st_size > 0 and "rule: palimpsa" in recipe.read_text()
+    streamed = surgery("inspect", model, "--tokens", 600, "--probe", "palimpsa", "--offload", "--json", "-").json
+    assert streamed == found
+
+
+def test_what_does_not_fit_is_said_on_stderr(surgery, bases, monkeypatch):
+    whole = surgery("inspect", bases["mamba2"], "--tokens", 300, "--json", "-")
+    monkeypatch.setattr("surgery.checkpoint.fitting.available_bytes", lambda _: 1000)
+    result = surgery("inspect", bases["mamba2"], "--tokens", 300, "--json", "-")
+    assert result.code == 0 and result.json == whole.json
+    assert "read from the disk when it runs" in result.err and "read from the disk" not in whole.err
+    forced = surgery("inspect", bases["mamba2"], "--tokens", 300, "--no-offload", "--json", "-")
+    assert forced.json == whole.json and "read from the disk" not in forced.err
+
+
 def test_help_has_examples(surgery):
     result = surgery("inspect", "--help")
     assert result.code == 0 and "surgery inspect bundled:tiny-gdn --top 4 --recipe mine.yaml" in result.out
+    assert "surgery inspect bundled:tiny-mamba2 --probe palimpsa" in result.out
 
 
 @pytest.mark.parametrize("command", ["inspect", "eval"])
