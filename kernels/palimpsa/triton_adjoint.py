@@ -180,6 +180,7 @@ def adjoint_kernel(
     first_v = block_v * ROWS
     last_v = min(V, first_v + ROWS)
     used = tl.zeros((CHUNK, SECTORS), tl.float32)
+    used_block = tl.zeros((BLOCK, SECTORS), tl.float32)
     p = tl.load(prior + h).to(tl.float32)
     edge = adjoints + (bh * S + segment) * SIZE
     LM, LE = load_state(edge, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
@@ -192,14 +193,18 @@ def adjoint_kernel(
         t_chunk = (first + chunk) * CHUNK
         at_chunk = (bh * count + chunk) * SIZE
         blocks = tl.cdiv(min(T - t_chunk, CHUNK), BLOCK)
-        # this chunk's rows into the nearest cache, the next chunk's out of the farthest
-        for i in tl.static_range(2):
-            near = t_chunk - i * CHUNK + tl.arange(0, CHUNK)
-            used += touch(k + from_k, near, T, G * K, 0, K, SECTOR, SECTORS)
-            used += touch(q + from_k, near, T, G * K, 0, K, SECTOR, SECTORS)
-            used += touch(v + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
-            used += touch(b + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
-            used += touch(dy + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
+        # what the walks over this chunk read comes into the nearest cache, which holds no more, and what the steps read
+        # besides, block by block; the next chunk's rows come out of the farthest memory
+        near = t_chunk + tl.arange(0, CHUNK)
+        used += touch(k + from_k, near, T, G * K, 0, K, SECTOR, SECTORS)
+        used += touch(v + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
+        used += touch(b + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS)
+        near -= CHUNK
+        used += touch(k + from_k, near, T, G * K, 0, K, SECTOR, SECTORS, True)
+        used += touch(q + from_k, near, T, G * K, 0, K, SECTOR, SECTORS, True)
+        used += touch(v + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS, True)
+        used += touch(b + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS, True)
+        used += touch(dy + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS, True)
         M, E = load_state(states + at_chunk, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
         for i in range((blocks - 1) * (BLOCK // 4)):
             t = t_chunk + i * 4
@@ -213,6 +218,9 @@ def adjoint_kernel(
         tl.debug_barrier()
         for i_block in range(blocks):
             block = blocks - 1 - i_block
+            steps_block = t_chunk + block * BLOCK + tl.arange(0, BLOCK)
+            used_block += touch(q + from_k, steps_block, T, G * K, 0, K, SECTOR, SECTORS)
+            used_block += touch(dy + from_v, steps_block, T, H * V, first_v, last_v, SECTOR, SECTORS)
             at_block = tl.where(block == 0, at_chunk, own + (block - 1) * SIZE)
             M, E = load_state(states + at_block, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
             for i in range(BLOCK // 4 - 1):
@@ -360,6 +368,7 @@ def adjoint_kernel(
     if T < 0:
         # never: it keeps the early reads alive
         tl.store(dg + tl.arange(0, CHUNK)[:, None] * SECTORS + tl.arange(0, SECTORS)[None, :], used)
+        tl.store(dg + tl.arange(0, BLOCK)[:, None] * SECTORS + tl.arange(0, SECTORS)[None, :], used_block)
     if segment == 0:
         LM_next = ()
         LE_next = ()

@@ -137,14 +137,18 @@ def load_vector(pointer, index, size, t, T, MASK_INDEX: tl.constexpr, MASK_T: tl
 
 
 @triton.jit
-def touch(pointer, tokens, T, stride, first, last, SECTOR: tl.constexpr, SECTORS: tl.constexpr):
+def touch(
+    pointer, tokens, T, stride, first, last, SECTOR: tl.constexpr, SECTORS: tl.constexpr, FAR: tl.constexpr = False
+):
     """One entry of every sector of entries ``first`` to ``last`` in the rows of ``tokens``: [tokens, SECTORS].
 
-    A load that nothing waits for brings the rows near. Its result must be used, or the compiler drops it: later.
+    A load that nothing waits for brings the rows near; with ``FAR`` not into the multiprocessor's own cache. Its result
+    must be used, or the compiler drops it: later.
     """
     index = first + tl.arange(0, SECTORS) * SECTOR
     inside = ((tokens >= 0) & (tokens < T))[:, None] & (index < last)[None, :]
-    x = tl.load(pointer + tokens.to(tl.int64)[:, None] * stride + index[None, :], mask=inside, other=0.0)
+    place = pointer + tokens.to(tl.int64)[:, None] * stride + index[None, :]
+    x = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg") if FAR else tl.load(place, mask=inside, other=0.0)
     return x.to(tl.float32)
 
 
