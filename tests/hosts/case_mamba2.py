@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import torch
 import torch.nn.functional as F
-import transformers
 from hosts_battery import VOCABULARY, Case, scatter, write_layout
 from transformers import Mamba2Config, Mamba2ForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 LAYERS = 3
 # transformers normalises in the groups of B and C since a release after 5.17
-GROUPED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+GROUPED = "group_size" in inspect.signature(MambaRMSNormGated).parameters
 
 
 def config(**changes) -> Mamba2Config:
