@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,20 +102,20 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             f"{directory / INDEX}: {_some(astray)} not in the shard that the index names\n"
             "  the index belongs to other files: download the checkpoint again"
         )
-    _check_unquantised(directory, tensors)
+    check_unquantised(directory, tensors.values())
     from surgery.hosts import complete_config  # families are above this module; only what their configurations lack
 
     config = complete_config(config, {name: entry.shape for name, entry in tensors.items()})
     return Checkpoint(directory, config, tuple(names), tensors, metadata)
 
 
-def _check_unquantised(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
+def check_unquantised(directory: Path, entries: Iterable[TensorEntry]) -> None:
     """Refuse weights that were rounded to a few bits: a swap needs them as they were trained.
 
     Raises:
         UsageError: a tensor of 8 bits or fewer, or one that packs several weights into an integer.
     """
-    for entry in tensors.values():
+    for entry in entries:
         if entry.dtype in SMALL_DTYPES or entry.dtype.startswith("F8") or entry.name.endswith(PACKED):
             raise UsageError(
                 f"{directory / entry.shard}: {entry.name}: has dtype {entry.dtype}, so the weights are quantised; use "

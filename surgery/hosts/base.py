@@ -290,6 +290,7 @@ def _load_weights(
 ) -> nn.Module:
     if not any(Path(path).glob("*.safetensors")):
         raise JobError(f"{path}: no *.safetensors file there; convert the weights to safetensors first")
+    _check_dtypes(Path(path))
     options = {} if config is None else {"config": config}
     try:
         with _quiet():
@@ -313,6 +314,18 @@ def _load_weights(
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise JobError(f"{path}: {problem}: {shown}")
     return model
+
+
+def _check_dtypes(path: Path) -> None:
+    """Refuse integers and 8-bit floats, which loading would turn into the model's dtype without their scales."""
+    from surgery.checkpoint.reading import check_unquantised, read_header
+
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            entries = read_header(file)
+        except UsageError:
+            continue  # damaged: loading says so
+        check_unquantised(path, entries)
 
 
 @contextlib.contextmanager

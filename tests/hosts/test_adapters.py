@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from surgery import hosts
+from surgery.checkpoint.reading import open_checkpoint
 from surgery.errors import JobError, UsageError
 from surgery.memory import create
 
@@ -192,6 +193,46 @@ def test_what_cannot_be_run_is_refused(bases, name, change, message):
     config = hosts.read_config(bases[name]) | change
     with pytest.raises(UsageError, match=message):
         hosts.adapter_for(config).parse(config)
+
+
+QUANTISED = {
+    "bitsandbytes 4-bit": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, "4 bits"),
+    "bitsandbytes 8-bit": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bits"),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits"),
+    "awq": ({"quant_method": "awq", "bits": 4}, "awq, 4 bits"),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+    "nested": ({"quant_method": "fp8"}, "fp8"),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_bases_are_refused_in_one_line(adapter, config, kind):
+    given, word = QUANTISED[kind]
+    nested = {"text_config": {"quantization_config": given}}
+    changed = config | (nested if kind == "nested" else {"quantization_config": given})
+    with pytest.raises(UsageError, match="unquantised") as caught:
+        hosts.adapter_for(changed)
+    assert word in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert hosts.adapter_for(config | {"quantization_config": None}) is adapter
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), [
+    (torch.int8, ""), (torch.uint8, ""), (torch.float8_e4m3fn, ""), (torch.int32, ".qweight"),
+])  # fmt: skip
+def test_tensors_of_few_bits_are_refused_wherever_a_checkpoint_is_opened(adapter, config, copied, dtype, suffix):
+    """Whatever the configuration says, or does not."""
+    ends = ("out_proj.weight", "o_proj.weight")
+    name = next(name for name in adapter.expected_tensors(config) if name.endswith(ends))
+
+    def change(tensors):
+        whole = tensors.pop(name)
+        tensors[name.removesuffix(".weight") + suffix if suffix else name] = whole.clamp(-1, 1).to(dtype)
+
+    rewrite(copied, change)
+    for opened in (open_checkpoint, hosts.load_model):
+        with pytest.raises(UsageError, match="unquantised") as caught:
+            opened(copied)
+        assert len(str(caught.value).splitlines()) == 1 and name.removesuffix(".weight") in str(caught.value)
 
 
 def test_a_key_of_early_transformers_is_no_other_library(bases):
