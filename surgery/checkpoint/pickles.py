@@ -123,6 +123,8 @@ def _key(files: list[Path]) -> str:
 def _convert(directory: Path, files: list[Path], target: Path) -> None:
     from surgery.checkpoint.files import copy_file
     from surgery.checkpoint.reading import CONFIG, TensorEntry, read_config
+    from surgery.checkpoint.reading import INDEX as SAFE_INDEX
+    from surgery.checkpoint.reading import SINGLE as SAFE_SINGLE
     from surgery.checkpoint.staging import staged_directory
     from surgery.checkpoint.tensorfile import write_tensors
     from surgery.checkpoint.writing import companions, write_json
@@ -138,7 +140,7 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
             for number, file in enumerate(files, 1):
                 tensors = read_pickle(file)
                 tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
-                shard = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+                shard = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SAFE_SINGLE
                 entries = []
                 for name, tensor in tensors.items():
                     dtype = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
@@ -151,7 +153,8 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
                     weight_map[name] = shard
                 write_tensors(staging / shard, entries, tensors.__getitem__)
                 del tensors
-            write_json(staging / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+            if len(files) > 1:
+                write_json(staging / SAFE_INDEX, {"metadata": {}, "weight_map": weight_map})
             for path in companions(directory):
                 copy_file(directory / path, staging / path)
             write_json(staging / RECORD, {"from": str(directory), "files": [file.name for file in files]})

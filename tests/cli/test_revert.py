@@ -180,3 +180,21 @@ def test_another_rule_beside_the_first(bases, swap, surgery, tmp_path, write_rec
     assert fewer.code == 0, fewer.err
     left = json.loads((tmp_path / "fewer" / "config.json").read_text())["surgery"]
     assert left["schema"] == 1 and left["rule"] == "palimpsa" and left["layers"] == result.json["layers"]
+
+
+def test_distilling_on_from_a_swapped_base(bases, swap, surgery, tmp_path, write_recipe):
+    """The layers of both operations are trained; the teacher is the base as the recipe names it."""
+    first = swap(bases["mamba2"], [1], "bayesian", name="first")
+    phase = "{kind: hidden, steps: 1, context: 16, batch: 16, learning_rate: 1.0e-3, dose: {from: 0, to: 1, over: 1}}"
+    recipe = write_recipe(
+        f"model: {first}\nlayers: [3]\nmemory: {{rule: palimpsa}}\ndata: bundled\nphases: [{phase}]\n"
+    )
+    result = surgery("distill", recipe, "--run", tmp_path / "run", "--no-evaluation", "--device", "cpu")
+    assert result.code == 0, result.err
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert manifest["layers"] == [1, 3] and manifest["rule"] == "bayesian + palimpsa"
+    assert manifest["exact"] is True
+    back = surgery("revert", tmp_path / "run", "--output", tmp_path / "back", "--json", "-")
+    assert back.code == 0 and back.json["identical"] is False, back.err
+    assert all(name.startswith("backbone.layers.") for name in back.json["changed"])
+    assert {name.split(".")[2] for name in back.json["changed"]} <= {"1", "3"}
