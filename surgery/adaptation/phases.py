@@ -22,7 +22,7 @@ from surgery.adaptation.monitoring import MetricsFile, TensorBoard, Watcher, Wat
 from surgery.adaptation.parameters import Selection, optimizer, select
 from surgery.adaptation.schedules import BatchShape, DoseSchedule, batch_shape, learning_rate_factor
 from surgery.adaptation.teaching import Body
-from surgery.checkpoint.reading import Checkpoint, open_checkpoint
+from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.errors import JobError
 from surgery.evaluation.loading import load_tokenizer
 from surgery.graft.compiling import compiled_mixers, wanted
@@ -130,7 +130,7 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
     phase = recipe.phases[index]
     folder = phase_folder(run, index, phase)
     source = open_checkpoint(start)
-    body = _student(source, options)
+    body = _student(source, teaching.layers_since(source.config, read_config(base)), options)
     dose = dose_schedule(recipe, index, current_dose(body))
     selection = choose(recipe, index, body, dose)
     memories = {layer: body.model.get_submodule(f"{name}.memory") for layer, name in body.mixers.items()}
@@ -170,13 +170,13 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
     return figures
 
 
-def _student(source: Checkpoint, options: Options) -> Body:
+def _student(source: Checkpoint, layers: list[int], options: Options) -> Body:
     model = load_model(source.directory, dtype=torch.float32, device=options.device)
     model.config.use_cache = False
     if options.recompute:
         # transformers 5.24 renames it
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    return teaching.body_of(model, source.config, source.config["surgery"]["layers"])
+    return teaching.body_of(model, source.config, layers)
 
 
 def _distiller(phase: Phase, body: Body, selection: Selection, base: Checkpoint, options: Options) -> Distiller:

@@ -39,7 +39,7 @@ from surgery.adaptation.phases import (
     run_phase,
 )
 from surgery.adaptation.schedules import batch_shape
-from surgery.adaptation.teaching import body_of, shares_weights
+from surgery.adaptation.teaching import body_of, layers_since, shares_weights
 from surgery.checkpoint.manifest import FILE, PhaseRecord, RunManifest, read_manifest, write_manifest
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory, write_atomic
@@ -328,7 +328,7 @@ def _check(
     options.say("checking the phases, their data and the evaluation")
     config = read_config(start)
     tokenizer = load_tokenizer(start, adapter_for(config).parse(config).vocab_size)
-    body = body_of(load_model(start), config, config["surgery"]["layers"])
+    body = body_of(load_model(start), config, layers_since(config, read_config(base)))
     trainable = [parameter for parameter in body.model.parameters() if parameter.requires_grad]
     original = open_checkpoint(base)
     taught = any(recipe.phases[index].kind in TEACHING for index in pending)

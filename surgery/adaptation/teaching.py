@@ -146,6 +146,14 @@ class Lesson:
         return sum(t.numel() * t.element_size() for t in (self.hidden, *self.residuals.values()))
 
 
+def layers_since(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[int]:
+    """The layers that ``config`` has swapped and ``base`` has not, from both config.json: where a base was operated on
+    before, its memories are the teacher's too and keep their dose. All of them, where there are no others."""
+    layers = config["surgery"]["layers"]
+    earlier = (base.get("surgery") or {}).get("layers", [])
+    return [layer for layer in layers if layer not in earlier] or list(layers)
+
+
 def body_of(model: nn.Module, config: Mapping[str, Any], layers: list[int]) -> Body:
     """The parts of a model of any supported family.
 

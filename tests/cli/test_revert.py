@@ -183,8 +183,8 @@ def test_another_rule_beside_the_first(bases, swap, surgery, tmp_path, write_rec
 
 
 def test_distilling_on_from_a_swapped_base(bases, swap, surgery, tmp_path, write_recipe):
-    """The layers of both operations are trained; the teacher is the base as the recipe names it."""
-    first = swap(bases["mamba2"], [1], "bayesian", name="first")
+    """The new layers are trained; the earlier ones are the teacher's as well, and keep their dose."""
+    first = swap(bases["mamba2"], [1], "bayesian, start: paper", name="first")
     phase = "{kind: hidden, steps: 1, context: 16, batch: 16, learning_rate: 1.0e-3, dose: {from: 0, to: 1, over: 1}}"
     recipe = write_recipe(
         f"model: {first}\nlayers: [3]\nmemory: {{rule: palimpsa}}\ndata: bundled\nphases: [{phase}]\n"
@@ -197,4 +197,8 @@ def test_distilling_on_from_a_swapped_base(bases, swap, surgery, tmp_path, write
     back = surgery("revert", tmp_path / "run", "--output", tmp_path / "back", "--json", "-")
     assert back.code == 0 and back.json["identical"] is False, back.err
     assert all(name.startswith("backbone.layers.") for name in back.json["changed"])
-    assert {name.split(".")[2] for name in back.json["changed"]} <= {"1", "3"}
+    assert {name.split(".")[2] for name in back.json["changed"]} == {"3"}
+    before, after = raw(first), raw(tmp_path / "run" / "phases" / "01-hidden" / "model")
+    mine = [name for name in before if ".layers.1." in name]
+    assert any(name.endswith("memory.dose") for name in mine) and all(after[name] == before[name] for name in mine)
+    assert after["backbone.layers.3.mixer.memory.dose"] == before["backbone.layers.1.mixer.memory.dose"]  # both 1
