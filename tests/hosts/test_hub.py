@@ -172,6 +172,34 @@ def test_a_pickle_of_a_hub_is_asked_for_once_it_is_allowed(base, hub, tmp_path, 
     }
 
 
+@pytest.mark.parametrize(("vocabulary", "named"), [(50277, True), (50288, True), (260, False)])
+def test_a_pickle_without_a_tokenizer_gets_its_authors(vocabulary, named, hub, base, tmp_path, monkeypatch):
+    """mamba_ssm's own checkpoints hold none; which one they were trained with is known by the vocabulary alone."""
+    config = {
+        "d_model": 8, "n_layer": 1, "vocab_size": vocabulary, "pad_vocab_size_multiple": 16, "tie_embeddings": True,
+        "ssm_cfg": {"layer": "Mamba2", "d_state": 4, "headdim": 4},
+    }  # fmt: skip
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text(json.dumps(config))
+    torch.save(hosts.adapter_for(config).build(config).state_dict(), pickled / "pytorch_model.bin")
+    hub(pickled)
+    real, asked = huggingface_hub.snapshot_download, []
+
+    def answer(name, **options):
+        asked.append(name)
+        return str(base) if name == "EleutherAI/gpt-neox-20b" else real(name, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    with pickles_allowed():
+        directory = hosts.resolve(NAME)
+    assert ("EleutherAI/gpt-neox-20b" in asked) == named == (directory / "tokenizer.json").is_file()
+    if named:
+        assert (directory / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    asked.clear()
+    assert hosts.resolve(NAME) == directory and asked.count("EleutherAI/gpt-neox-20b") == 0
+
+
 def test_code_of_a_repository_is_never_run(base, tmp_path):
     """A known architecture is read without it, an unknown one refused with the reason."""
     trace = tmp_path / "ran"
