@@ -44,6 +44,18 @@ def test_untouched_shards_are_the_bases_files(linked):
     assert not (out / "tokenizer.json").samefile(base / "tokenizer.json")
 
 
+def test_operating_again_leaves_both_as_they_were(linked, write_recipe, surgery, tmp_path):
+    base, _, out = linked
+    before = digests(base), digests(out)
+    recipe = write_recipe(f"model: {out}\nlayers: [0]\nmemory: {{rule: palimpsa}}\n", "again.yaml")
+    result = surgery("apply", recipe, "--output", tmp_path / "again", "--link", "--drift", "skip", "--json", "-")
+    assert result.code == 0, result.err
+    assert result.json["weights"] == "hard link"
+    result = surgery("revert", tmp_path / "again", "--output", tmp_path / "restored")
+    assert result.code == 0, result.err
+    assert (digests(base), digests(out)) == before
+
+
 @pytest.mark.slow
 def test_training_and_export_leave_the_base_as_it_was(linked, surgery, tmp_path):
     base, recipe, out = linked
