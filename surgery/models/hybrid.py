@@ -79,6 +79,22 @@ class Hybrid:
         self.trunk.register_forward_pre_hook(packed_positions, with_kwargs=True)
         self.post_init()
 
+    # transformers reads a class's source file to learn which forms of attention and experts it has, and remembers the
+    # answer for classes derived from it: a graft's own file says neither, so what ran would depend on what was asked
+    # first, upstream or the graft, and differ by rounding
+
+    @classmethod
+    def _upstream(cls) -> Any:
+        return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls._upstream()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls._upstream()._can_set_experts_implementation()
+
     @property
     def trunk(self) -> nn.Module:
         """All but the head."""

@@ -6,6 +6,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,18 @@ def test_generation_pads_on_the_left(recipe, tmp_path):
     for row, alone in zip(beams, (short, long), strict=True):
         expected = model.generate(alone, num_beams=3, use_cache=False, **greedy)[0, alone.shape[1] :]
         assert torch.equal(row, expected)
+
+
+@pytest.mark.parametrize("one", [case for case in CASES if case.name == "qwen3_next-tied"], indirect=True)
+def test_attention_and_experts_run_as_upstreams_do(one, base):
+    """Asked in a process of its own, where nothing has been remembered of upstream's class."""
+    code = (
+        "import sys, torch; from surgery import hosts; torch.set_num_threads(1); "
+        "c = hosts.load_model(sys.argv[1]).config; print(c._attn_implementation, c._experts_implementation)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(base)], capture_output=True, text=True, check=True)
+    config = one.upstream(base).config
+    assert done.stdout.split() == [config._attn_implementation, str(config._experts_implementation)]
 
 
 def test_a_fresh_model_starts_as_upstream_does(base):
