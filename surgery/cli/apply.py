@@ -72,14 +72,15 @@ def apply(
     from surgery.operation import apply as operate
 
     quiet = json_target == "-"
-    with _Progress(show_plan=not quiet, drift=drift) as events:
+    where = pick_device(device)
+    with _Progress(show_plan=not quiet, drift=drift, device=where) as events:
         report = operate(
             loaded,
             output,
             drift=drift,
             dry_run=dry_run,
             link=link,
-            device=pick_device(device),
+            device=where,
             offline=True if offline else None,
             events=events,
         )
@@ -97,7 +98,7 @@ def apply(
 class _Progress:
     """The plan on stdout; on a terminal's stderr a bar for the copy and a line for each other stage."""
 
-    def __init__(self, show_plan: bool, drift: str) -> None:
+    def __init__(self, show_plan: bool, drift: str, device: str) -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         from surgery.cli.common import err
@@ -106,7 +107,7 @@ class _Progress:
         columns = (SpinnerColumn(), text, BarColumn(), DownloadColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
         self.task = self.progress.add_task("reading the recipe", total=None)
-        self.show_plan, self.drift, self.plan = show_plan, drift, None
+        self.show_plan, self.drift, self.device, self.plan = show_plan, drift, device, None
 
     def __enter__(self) -> _Progress:
         self.progress.start()
@@ -118,7 +119,7 @@ class _Progress:
     def planned(self, plan: Plan) -> None:
         self.plan = plan
         if self.show_plan:
-            print_plan(plan, self.drift)
+            print_plan(plan, self.drift, self.device)
 
     def stage(self, text: str) -> None:
         copying = text == "writing" and self.plan is not None
@@ -135,11 +136,13 @@ class _Progress:
         self.progress.console.print(text, style="dim", highlight=False, soft_wrap=True)
 
 
-def print_plan(plan: Plan, drift: str) -> None:
+def print_plan(plan: Plan, drift: str, device: str) -> None:
     """What will be done, tensor by tensor for the swapped layers."""
+    import torch
     from rich.markup import escape
     from rich.table import Table
 
+    from surgery.checkpoint.fitting import placement
     from surgery.cli.common import out
     from surgery.recipe import format_bytes
 
@@ -164,11 +167,12 @@ def print_plan(plan: Plan, drift: str) -> None:
                 shape = " x ".join(map(str, tensor.shape)) or "scalar"
                 table.add_row(f"  {name}", mark, shape, tensor.dtype, f"{tensor.nbytes:,}")
     out.print(table)
+    streamed = placement(plan.base, device, torch.float32, 512)[0] != "whole"
     others = len(plan.base.tensors) - len(plan.kept)
     out.print(f"{others} other tensors stay as they are, byte for byte")
     out.print(
         f"adds {format_bytes(plan.added_bytes)}, writes {format_bytes(plan.bytes_written)}, "
-        f"peak memory about {format_bytes(plan.peak_memory(drift))}"
+        f"peak memory about {format_bytes(plan.peak_memory(drift, streamed))}"
     )
     out.print("starts as its base" if plan.exact else f"[yellow]approximate[/yellow]: {escape(plan.reason)}")
 
