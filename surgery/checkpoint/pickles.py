@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
+FORGET = 1 << 28
+DONTNEED = 4  # madvise's
 RECORD = "converted.json"  # beside the converted weights: where they come from
 _allowed: ContextVar[bool] = ContextVar("allow_pickle", default=False)
 
@@ -151,7 +153,7 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
                         )
                     entries.append(TensorEntry(name, dtype, tuple(tensor.shape), shard))
                     weight_map[name] = shard
-                write_tensors(staging / shard, entries, tensors.__getitem__)
+                write_tensors(staging / shard, entries, tensors.__getitem__, _forgetting(file))
                 del tensors
             if len(files) > 1:
                 write_json(staging / SAFE_INDEX, {"metadata": {}, "weight_map": weight_map})
@@ -162,6 +164,36 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
     except (UsageError, OSError):
         if not (target / CONFIG).is_file():  # otherwise another process was faster
             raise
+
+
+def _forgetting(file: Path) -> Callable[[int], None]:
+    """A progress report that lets go of a mapped file's pages every 256 MB, so that what was written does not stay in
+    this process's memory. The mapping stays valid: a page that is read again comes from the file again."""
+    held = 0
+
+    def written(count: int) -> None:
+        nonlocal held
+        held += count
+        if held >= FORGET:
+            held = 0
+            _forget(file)
+
+    return written
+
+
+def _forget(file: Path) -> None:
+    import ctypes
+
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return  # not on Linux: the system takes the pages back when it needs them
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in lines:
+        if line.endswith(f" {file.resolve()}"):  # pages of this file and of nothing else
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            madvise(start, end - start, DONTNEED)
 
 
 def read_pickle(file: Path) -> dict[str, Tensor]:

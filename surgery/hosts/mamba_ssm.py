@@ -11,6 +11,9 @@ from surgery.errors import UsageError
 from surgery.hosts.base import HostAdapter, decode_floats
 from surgery.memory.base import MemoryGeometry
 
+# in a configuration that tensors completed: what it said before, of the keys that then changed
+COMPLETED = "completed"
+
 
 class MambaSSMAdapter(HostAdapter):
     """Mamba-2 in the layout of its authors' library."""
@@ -46,8 +49,19 @@ class MambaSSMAdapter(HostAdapter):
             found["n_layer"] = 1 + max((int(name) for name in names if name.isdigit()), default=-1)
         given = {key: value for key, value in (found.get("ssm_cfg") or {}).items() if value is not None}
         taken = _mixer_shapes(shapes, found.get("d_model", 0), given)
-        found["ssm_cfg"] = {**taken, **given}
-        return found
+        if taken:
+            found["ssm_cfg"] = {**taken, **given}
+        before = {key: config[key] for key in found if key in config and config[key] != found[key]}
+        return {**found, **({COMPLETED: before} if before else {})}
+
+    def surgery_config(self, config: Mapping[str, Any], surgery: Mapping[str, Any]) -> dict[str, Any]:
+        written = super().surgery_config({key: value for key, value in config.items() if key != COMPLETED}, surgery)
+        if surgery:
+            written["surgery"]["replaced"] = {**config.get(COMPLETED, {}), **written["surgery"]["replaced"]}
+        return written
+
+    def base_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return super().base_config({key: value for key, value in config.items() if key != COMPLETED})
 
     def _classes(self, upgraded: bool) -> tuple[type, type]:
         from surgery.models import mamba_ssm as models

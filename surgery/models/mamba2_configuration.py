@@ -126,6 +126,7 @@ class MambaSSMConfig(PreTrainedConfig):
     layer_norm_epsilon = 1e-5  # no key of that library sets it
 
     def __post_init__(self, **kwargs):
+        kwargs.pop("completed", None)  # of the file before its tensors completed it
         super().__post_init__(**_settable(self, kwargs))
         multiple = max(self.pad_vocab_size_multiple, 1)
         self.vocab_size = -(-self.vocab_size // multiple) * multiple

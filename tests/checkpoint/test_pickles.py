@@ -115,6 +115,13 @@ def test_files_map_into_memory_and_legacy_files_are_read(base, model):
         assert torch.equal(tensor, model.state_dict()[name])
 
 
+def test_pages_that_are_let_go_of_are_read_again(base, model):
+    read = pickles.read_pickle(base / "pytorch_model.bin")
+    pickles._forget(base / "pytorch_model.bin")
+    for name, tensor in read.items():
+        assert torch.equal(tensor, model.state_dict()[name])
+
+
 def test_half_precision_and_several_files(base, model):
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
     names = sorted(set(tensors) - {"lm_head.weight"})

@@ -156,6 +156,8 @@ def test_layouts_are_told_apart_by_their_keys():
         written = adapter.surgery_config(config, swap)
         assert written["model_type"] == f"surgery_{adapter.name}" and hosts.adapter_for(written) is adapter
         assert adapter.base_config(written) == config
+        again = adapter.surgery_config(written, swap | {"layers": [0, 1]})
+        assert adapter.base_config(again) == config
 
 
 def test_a_configuration_of_both_libraries_is_the_later_ones():
