@@ -12,6 +12,7 @@ import ctypes
 import logging
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,14 +54,17 @@ def load_streamed(
     from accelerate.utils import OffloadedWeightsLoader
 
     converted = tempfile.TemporaryDirectory(prefix="surgery-converted-")
-    placement = {"device_map": {"": "disk"}, "offload_folder": converted.name}
+    # two devices, the second of no module: accelerate before 1.15 refuses to leave a whole model on the disk
+    placement = {"device_map": {"": "disk", "no module": "cpu"}, "offload_folder": converted.name}
     # a cast on loading would read every tensor once to no purpose; to float32, where all goes, it is made on fetching
     late = dtype == torch.float32
     log = logging.getLogger("accelerate.big_modeling")  # would warn of what was asked for
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        model = adapter.load(path, dtype=None if late else dtype, placement=placement)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no module")
+            model = adapter.load(path, dtype=None if late else dtype, placement=placement)
     finally:
         log.setLevel(level)
     index = _index(model)
