@@ -7,6 +7,7 @@ HF_HUB_OFFLINE, or ``offline``, keeps to the cache. No code of a repository is e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -83,13 +84,16 @@ def _download(model: str, revision: str | None, offline: bool | None, patterns: 
     import huggingface_hub
     from huggingface_hub import constants, errors
 
-    of = f" (revision {revision!r})" if revision else ""
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                model, revision=revision, allow_patterns=list(patterns), local_files_only=bool(offline)
-            )
+    def ask(local: bool) -> Path:
+        found = huggingface_hub.snapshot_download(
+            model, revision=revision, allow_patterns=list(patterns), local_files_only=local
         )
+        return Path(found)
+
+    of = f" (revision {revision!r})" if revision else ""
+    local = bool(offline) or constants.HF_HUB_OFFLINE
+    try:
+        return ask(local)
     except errors.RevisionNotFoundError:
         raise UsageError(f"{model}: the hub has no revision {revision!r} of it") from None
     except errors.GatedRepoError:
@@ -103,7 +107,10 @@ def _download(model: str, revision: str | None, offline: bool | None, patterns: 
             "or set HF_TOKEN"
         ) from None
     except Exception as error:  # no network shows as any of several libraries' errors
-        reason = "offline" if offline or constants.HF_HUB_OFFLINE else type(error).__name__
+        if not local:
+            with contextlib.suppress(Exception):  # some releases ask for a list of files first, even of a cached commit
+                return ask(True)
+        reason = "offline" if local else type(error).__name__
         raise UsageError(
             f"{model}{of}: not in the local cache, and the hub cannot be reached ({reason}); give a directory instead"
         ) from None

@@ -172,6 +172,23 @@ def test_a_pickle_of_a_hub_is_asked_for_once_it_is_allowed(base, hub, tmp_path, 
     }
 
 
+def test_without_a_network_the_cache_serves(base, hub, monkeypatch):
+    """Not asked to be offline, and the hub does not answer."""
+    snapshot = hub(base)
+    real = huggingface_hub.snapshot_download
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    def answer(name, **options):
+        if not options["local_files_only"]:
+            raise ConnectionError("no route to host")
+        return real(name, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    assert hosts.resolve(NAME, OTHER) == snapshot.parent / OTHER
+    with pytest.raises(UsageError, match=r"cannot be reached \(ConnectionError\)"):
+        hosts.resolve("some-owner/other-model")
+
+
 @pytest.mark.parametrize(("vocabulary", "named"), [(50277, True), (50288, True), (260, False)])
 def test_a_pickle_without_a_tokenizer_gets_its_authors(vocabulary, named, hub, base, tmp_path, monkeypatch):
     """mamba_ssm's own checkpoints hold none; which one they were trained with is known by the vocabulary alone."""
