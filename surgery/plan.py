@@ -81,7 +81,7 @@ class Plan:
         return self.base.weight_bytes + self.added_bytes + files + headers
 
     def peak_memory(self, drift: str, streamed: bool = False) -> int:
-        """An estimate, in bytes, within a third of what was measured at 5M, 136M and 2.7B parameters.
+        """An estimate, in bytes, within a third of what was measured: at 5M and 136M parameters, streamed at 2.7B.
 
         Models run one at a time in float32: whole, each beside its file's pages, or ``streamed`` block by block, as
         the layerwise drift always is.
