@@ -168,8 +168,10 @@ def _channels(
     v, b = (x.repeat_interleave(share, dim=2) for x in (v, b))
     if state is not None:
         state = state.movedim(-1, 3).flatten(2, 3)[..., None]
+    # torch's form everywhere: the Triton kernels have never run on a GPU with keys this narrow
     o, state = dispatch.palimpsa(
-        q, k, v, b, log_decay.flatten(2), prior.repeat_interleave(share), state=state, reset=reset
+        q, k, v, b, log_decay.flatten(2), prior.repeat_interleave(share), state=state, reset=reset,
+        backend="reference" if v.shape[1] == 1 else "chunked",
     )
     o = o.unflatten(2, (-1, share)).sum(3, dtype=torch.promote_types(o.dtype, torch.float32))
     return o, state[..., 0].unflatten(2, (-1, share)).movedim(3, -1)
