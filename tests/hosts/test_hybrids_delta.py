@@ -287,6 +287,32 @@ def test_convolutions_cut_in_thirds_are_refused(tmp_path):
         hosts.load_model(tmp_path / "again")
 
 
+def test_published_configurations_are_read():
+    """Kimi Linear counts its layers from 1, beside its mixers' shapes; Qwen3.5 may tie its head at the top alone."""
+    kimi = {
+        "model_type": "kimi_linear", "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"},
+        "num_hidden_layers": 5, "hidden_size": 32, "rope_scaling": None, "num_experts": 4,
+        "linear_attn_config": {
+            "full_attn_layers": [3, 5], "kda_layers": [1, 2, 4], "head_dim": 24, "num_heads": 6,
+            "short_conv_kernel_size": 3,
+        },
+    }  # fmt: skip
+    adapter = hosts.adapter_for(kimi)
+    upgraded = adapter.surgery_config(kimi, {"schema": 1, "rule": "host", "layers": [3], "options": {}})
+    for config in (kimi, upgraded):
+        assert adapter.mixer_layers(config) == [0, 1, 3]
+        shapes = adapter.expected_tensors(config)
+        assert shapes["model.layers.3.self_attn.k_conv1d.weight"] == (144, 1, 3)
+        assert shapes["model.layers.3.self_attn.A_log"] == (1, 1, 6, 1)
+    assert "auto_map" not in upgraded and adapter.base_config(upgraded) == kimi
+    text = {"model_type": "qwen3_5_text", "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    qwen = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": text, "vision_config": {"depth": 1}}
+    adapter = hosts.adapter_for(qwen)
+    assert adapter.ties(qwen) == {"lm_head.weight": "model.language_model.embed_tokens.weight"}
+    assert not adapter.ties({**qwen, "text_config": {**text, "tie_word_embeddings": False}})
+    assert adapter.tensor_prefix(qwen, 2) == "model.language_model.layers.2.linear_attn."
+
+
 # the command line
 
 
