@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,22 @@ from surgery.kernels import dispatch
 # relative Frobenius errors in float32: the torch forms reach 1e-6; the kernels may multiply in TF32
 TOLERANCES = {"reference": 1e-5, "chunked": 1e-5, "triton": 2e-3}
 HALF_TOLERANCE = 8e-3  # with bfloat16 inputs, outputs and gradients, each of which alone rounds by 1.7e-3
-_BATCH, _TOKENS, _GROUPS, _HEADS, _KEY_DIM, _VALUE_DIM = 2, 130, 2, 4, 32, 48
+
+
+class Sizes(NamedTuple):
+    """Of a problem: B, T, G, H, K, V."""
+
+    batch: int = 2
+    tokens: int = 130
+    groups: int = 2
+    heads: int = 4
+    key_dim: int = 32
+    value_dim: int = 48
+
+    @classmethod
+    def of_width(cls, key_dim: int, value_dim: int) -> Sizes:
+        """A model's own widths: kernels are compiled for each. Short, since the sequential rule keeps every state."""
+        return cls(batch=1, tokens=70, groups=1, heads=2, key_dim=key_dim, value_dim=value_dim)
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,9 @@ class RuleCheck:
         return {**asdict(self), "passed": self.passed}
 
 
-def check(rule: str, device: str, dtype: torch.dtype = torch.float32) -> RuleCheck:
+def check(
+    rule: str, device: str, dtype: torch.dtype = torch.float32, sizes: Sizes = Sizes()
+) -> RuleCheck:
     """Run ``rule`` forward and backward on ``device``, on a problem drawn from a fixed seed, and compare.
 
     Args:
@@ -50,15 +68,15 @@ def check(rule: str, device: str, dtype: torch.dtype = torch.float32) -> RuleChe
     form = dispatch.picked(rule, device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        arguments, options = _problem(rule)
+        arguments, options = _problem(rule, sizes)
         arguments |= {name: arguments[name].to(dtype) for name in ("q", "k", "v")}
-        weights = [torch.randn(_BATCH, _TOKENS, _HEADS, _VALUE_DIM), torch.randn(arguments["state"].shape)]
+        weights = [torch.randn(arguments["v"].shape), torch.randn(arguments["state"].shape)]
     exact = {name: value.double() for name, value in arguments.items()}
     expected, expected_gradients = _run(rule, exact, {**options, "backend": "reference"}, weights)
     found, gradients = _run(rule, *(_move(x, device) for x in (arguments, options)), weights)
     with torch.no_grad():
-        expected += _first_token(rule, exact, {**options, "backend": "reference"})
-        found += _first_token(rule, _move(arguments, device), _move(options, device))
+        expected += _first_token(rule, exact, {**options, "backend": "reference"}, sizes.tokens)
+        found += _first_token(rule, _move(arguments, device), _move(options, device), sizes.tokens)
     _, output_error = _worst({i: _relative(a, b) for i, (a, b) in enumerate(zip(found, expected, strict=True))})
     errors = {name: _relative(gradients[name], value) for name, value in expected_gradients.items()}
     worst, gradient_error = _worst(errors)
@@ -73,22 +91,23 @@ def check(rule: str, device: str, dtype: torch.dtype = torch.float32) -> RuleChe
     )
 
 
-def _problem(rule: str) -> tuple[dict[str, Tensor], dict[str, object]]:
+def _problem(rule: str, sizes: Sizes) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Random differentiable arguments in float32, and the other options. Keys are unit vectors; documents reset."""
-    scalars = (_BATCH, _TOKENS, _HEADS)
-    keys = (_BATCH, _TOKENS, _GROUPS, _KEY_DIM)
+    batch, tokens, groups, heads, key_dim, value_dim = sizes
+    scalars = (batch, tokens, heads)
+    keys = (batch, tokens, groups, key_dim)
     arguments = {
         "q": torch.randn(keys),
         "k": normalize(torch.randn(keys), dim=-1),
-        "v": torch.randn(*scalars, _VALUE_DIM),
+        "v": torch.randn(*scalars, value_dim),
     }
     log_decay = -0.3 * torch.rand(scalars)
-    matrix = (_VALUE_DIM, _KEY_DIM)
+    matrix = (value_dim, key_dim)
     if rule == "bayesian":
         # a Gated DeltaNet host: steps in (0, 1), half of the covariance kept, noise that restores a unit prior
         step, ones = 0.1 + 0.8 * torch.rand(scalars), torch.ones(scalars)
         covariance_decay = 0.5 * (2 * log_decay).exp()
-        covariance = torch.eye(_KEY_DIM).expand(_BATCH, _HEADS, -1, -1)
+        covariance = torch.eye(key_dim).expand(batch, heads, -1, -1)
         arguments |= {
             "decay": log_decay.exp(),
             "cov_decay_sqrt": covariance_decay.sqrt(),
@@ -96,9 +115,9 @@ def _problem(rule: str) -> tuple[dict[str, Tensor], dict[str, object]]:
             "observation_noise": 1 / step - 1,
             "erase": ones,
             "write": ones.clone(),
-            "state": torch.cat((torch.randn(_BATCH, _HEADS, _KEY_DIM, _VALUE_DIM), covariance), -1),
+            "state": torch.cat((torch.randn(batch, heads, key_dim, value_dim), covariance), -1),
         }
-        ones = torch.ones(_HEADS)
+        ones = torch.ones(heads)
         return arguments, {
             "precision": ones,
             "shrink": torch.ones(scalars),
@@ -110,13 +129,13 @@ def _problem(rule: str) -> tuple[dict[str, Tensor], dict[str, object]]:
         arguments["beta"] = torch.rand(scalars)
         matrix = matrix[::-1]
     if rule == "palimpsa":
-        arguments["b"] = torch.rand(*scalars, _VALUE_DIM)
-        arguments["prior"] = 0.5 + torch.rand(_HEADS)
-        arguments["state"] = torch.rand(_BATCH, 2, _HEADS, *matrix)
+        arguments["b"] = torch.rand(*scalars, value_dim)
+        arguments["prior"] = 0.5 + torch.rand(heads)
+        arguments["state"] = torch.rand(batch, 2, heads, *matrix)
     else:
-        arguments["state"] = torch.randn(_BATCH, _HEADS, *matrix)
-    reset = torch.zeros(_BATCH, _TOKENS, dtype=torch.bool)
-    reset[0, _TOKENS // 3] = True
+        arguments["state"] = torch.randn(batch, heads, *matrix)
+    reset = torch.zeros(batch, tokens, dtype=torch.bool)
+    reset[0, tokens // 3] = True
     return arguments, {"reset": reset}
 
 
@@ -130,10 +149,12 @@ def _run(
     return outputs, dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
 
 
-def _first_token(rule: str, arguments: dict[str, Tensor], options: dict[str, object]) -> tuple[Tensor, ...]:
+def _first_token(
+    rule: str, arguments: dict[str, Tensor], options: dict[str, object], tokens: int
+) -> tuple[Tensor, ...]:
     """A decode step from the problem's state."""
     first = {
-        name: value[:, :1] if isinstance(value, Tensor) and value.shape[1:2] == (_TOKENS,) else value
+        name: value[:, :1] if isinstance(value, Tensor) and value.shape[1:2] == (tokens,) else value
         for name, value in {**arguments, **options}.items()
     }
     return getattr(dispatch, rule)(**first)

@@ -15,7 +15,7 @@ are fixed; those of later phases, and of evaluation and export, may still be cha
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def distill(
     after = run / "evaluation" / "after.json"
     evaluate = evaluate and bool(recipe.phases)
     if pending:
-        check_kernels(manifest.rule, options.device)
+        check_kernels(manifest.rule, options.device, _mixer_widths(starts[first]))
     if pending or (evaluate and not after.is_file()):
         _check(recipe, starts[first], base, pending, options, evaluate)
     baseline = None
@@ -295,26 +295,42 @@ def _is_exact(applied: Checkpoint, base: Checkpoint) -> bool:
     return all(name in applied.tensors and applied.read(name).equal(base.read(name)) for name in base.tensors)
 
 
-def check_kernels(rule: str, device: str) -> None:
+def check_kernels(rule: str, device: str, widths: Collection[tuple[int, int]]) -> None:
     """Compare what runs in Triton with the sequential rules on the device, before hours are trained with it: the form
-    of ``rule``, and the parts of the hosts' own rules, on half precision inputs as training has them.
+    of ``rule``, and the parts of the hosts' own rules, at the model's own widths, since a kernel is compiled for each.
+
+    Args:
+        widths: key and value width of every kind of mixer that is swapped.
 
     Raises:
-        JobError: outputs or gradients are out of tolerance.
+        JobError: outputs or gradients are out of tolerance, or a kernel failed.
     """
-    checks = []
+    checks: list[tuple[str, torch.dtype]] = []
     if rule in dispatch.RULES and dispatch.picked(rule, device) == "triton":
-        checks.append(kernel_check.check(rule, device))
+        checks = [(rule, torch.float32), (rule, torch.bfloat16)]
     if device == "cuda":
-        checks += [kernel_check.check(host, device, torch.bfloat16) for host in ("additive", "delta")]
-    for found in checks:
-        if not found.passed:
-            raise JobError(
-                f"{found.rule}: its Triton kernels are out of tolerance on this device (outputs "
-                f"{found.output_error:.1e}, gradient of {found.worst_gradient} {found.gradient_error:.1e}, tolerance "
-                f"{found.tolerance:.0e})\n"
-                "  set SURGERY_KERNELS=chunked to train with the torch form; surgery check says more"
-            )
+        checks += [("additive", torch.bfloat16), ("delta", torch.bfloat16)]
+    remedy = "  set SURGERY_KERNELS=chunked to train with the torch form; surgery check says more"
+    for name, dtype in checks:
+        for key_dim, value_dim in sorted(widths):
+            place = f"{name}: its Triton kernels, at keys of {key_dim} and values of {value_dim} entries,"
+            try:
+                found = kernel_check.check(name, device, dtype, kernel_check.Sizes.of_width(key_dim, value_dim))
+            except RuntimeError as error:  # a compiler's, or the device's
+                raise JobError(f"{place} fail on this device: {str(error).splitlines()[0][:160]}\n{remedy}") from error
+            if not found.passed:
+                raise JobError(
+                    f"{place} are out of tolerance on this device (outputs {found.output_error:.1e}, gradient of "
+                    f"{found.worst_gradient} {found.gradient_error:.1e}, tolerance {found.tolerance:.0e})\n{remedy}"
+                )
+
+
+def _mixer_widths(model: Path) -> set[tuple[int, int]]:
+    """Key and value widths of the swapped mixers of a checkpoint."""
+    config = completed_config(model)
+    adapter = adapter_for(config)
+    geometries = [adapter.geometry(config, layer) for layer in config["surgery"]["layers"]]
+    return {(geometry.key_dim, geometry.value_dim) for geometry in geometries if not geometry.channel_decay}
 
 
 def _check(
