@@ -78,6 +78,8 @@ def test_what_is_not_compiled(compilations):
 
 def test_where_training_compiles(monkeypatch):
     monkeypatch.delenv("SURGERY_COMPILE", raising=False)
+    assert not compiling.wanted("cuda")
+    monkeypatch.setenv("SURGERY_COMPILE", "1")
     assert compiling.wanted("cuda") and not compiling.wanted("cpu")
     monkeypatch.setenv("SURGERY_COMPILE", "0")
     assert not compiling.wanted("cuda")
