@@ -18,6 +18,7 @@ from surgery.graft import Mamba2Graft
 from surgery.graft.cache import chosen
 from surgery.memory.base import MemoryGeometry, MemoryRule
 from surgery.models.hybrid import Hybrid, share_conversions
+from surgery.models.initial import init_numbered_heads
 
 
 class SurgeryBambaConfig(BambaConfig):
@@ -72,9 +73,7 @@ class MambaKeys(Hybrid):
         )
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
-        heads = torch.arange(1, graft.geometry.num_heads + 1, device=graft.A_log.device)
-        init.copy_(graft.A_log, heads.float().log())
-        init.ones_(graft.D)
+        init_numbered_heads(graft)
         init.ones_(graft.dt_bias)
 
 

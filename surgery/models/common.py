@@ -6,13 +6,11 @@ A family gives a backbone with ``embeddings``, ``layers`` and a final norm, and 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
@@ -24,6 +22,7 @@ from surgery.graft.cache import chosen
 from surgery.memory import create
 from surgery.memory.base import MemoryGeometry, MemoryRule
 from surgery.models.configuration import Swap
+from surgery.models.initial import InitialWeights
 
 PACKING = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "cu_seq_lens")
 
@@ -145,7 +144,7 @@ def _padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     return mask
 
 
-class GraftedCausalLM(PreTrainedModel, GenerationMixin):
+class GraftedCausalLM(InitialWeights, PreTrainedModel, GenerationMixin):
     """A language model whose mixers are grafts."""
 
     supports_gradient_checkpointing = True
@@ -247,32 +246,3 @@ class GraftedCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         result = CausalLMOutput(loss, logits, out.cache, out.hidden_states)
         return result if return_dict else result.to_tuple()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initial weights of one module. Tensors that were loaded are flagged by transformers and left alone."""
-        super()._init_weights(module)
-        if isinstance(module, MemoryRule):
-            init_memory(module)
-        elif isinstance(module, Graft):
-            self._init_graft(module)
-
-    def _init_graft(self, graft: Graft) -> None:
-        raise NotImplementedError
-
-
-def init_memory(memory: MemoryRule) -> None:
-    """Reset a memory's own tensors, except those that came from a checkpoint."""
-    tensors = [*memory.parameters(), *memory.buffers()]
-    loaded = [(tensor, tensor.clone()) for tensor in tensors if getattr(tensor, "_is_hf_initialized", False)]
-    if len(loaded) == len(tensors) or any(tensor.device.type == "meta" for tensor in tensors):
-        return
-    memory.reset_parameters()
-    for tensor, before in loaded:
-        tensor.copy_(before)
-
-
-def init_dt_bias(dt_bias: Tensor, low: float, high: float, floor: float) -> None:
-    """Draw dt log-uniformly from [low, high], at least ``floor``, and set the bias whose softplus it is."""
-    dt = torch.exp(torch.rand_like(dt_bias) * math.log(high / low) + math.log(low)).clamp(min=floor)
-    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import initialization as init
 
 from surgery.graft import Mamba2Graft
 from surgery.models import mamba2
-from surgery.models.common import init_dt_bias
+from surgery.models.initial import init_drawn_heads, init_dt_bias
 from surgery.models.mamba2_configuration import FlaMamba2Config, SurgeryFlaMamba2Config
 
 
@@ -67,16 +65,9 @@ class FlaMamba2ForCausalLM(mamba2.Mamba2ForCausalLM):
     refusal = staticmethod(refusal)
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
-        low, high = self.config.A_init_range
-        init_mamba_ssm(graft, (low, high), (self.config.dt_min, self.config.dt_max, self.config.dt_init_floor))
-
-
-def init_mamba_ssm(graft: Mamba2Graft, decay: tuple[float, float], step: tuple[float, float, float]) -> None:
-    """Draw A uniformly from ``decay`` and dt log-uniformly from ``step`` (low, high, floor); D is 1."""
-    low, high = decay
-    init.copy_(graft.A_log, torch.rand_like(graft.A_log).mul(high - low).add(low).log())
-    init.ones_(graft.D)
-    init_dt_bias(graft.dt_bias, *step)
+        config = self.config
+        init_drawn_heads(graft, *config.A_init_range)
+        init_dt_bias(graft.dt_bias, config.dt_min, config.dt_max, config.dt_init_floor)
 
 
 class SurgeryFlaMamba2ForCausalLM(FlaMamba2ForCausalLM):

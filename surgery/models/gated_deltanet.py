@@ -20,8 +20,9 @@ from surgery.graft.base import RMSNorm
 from surgery.graft.gated_delta import GATES
 from surgery.memory.base import MemoryGeometry, MemoryRule
 from surgery.models.attention import Attention, AttentionSpec, Sight, attention_specs
-from surgery.models.common import Backbone, GraftedCausalLM, init_dt_bias, layer_memory
+from surgery.models.common import Backbone, GraftedCausalLM, layer_memory
 from surgery.models.configuration import GatedDeltaNetConfig, SurgeryGatedDeltaNetConfig, Swap
+from surgery.models.initial import init_dt_bias
 
 
 def refusal(config: GatedDeltaNetConfig) -> str | None:

@@ -16,11 +16,12 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from surgery.graft import Graft
 from surgery.graft.cache import chosen
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import OLD_CACHE_NAME, PACKING, init_memory, layer_memory
+from surgery.models.common import OLD_CACHE_NAME, PACKING, layer_memory
 from surgery.models.configuration import Swap
+from surgery.models.initial import InitialWeights
 
 
-class Hybrid:
+class Hybrid(InitialWeights):
     """Comes before the upstream language model among a class's bases and replaces that model's linear mixers.
 
     Raises:
@@ -99,18 +100,6 @@ class Hybrid:
     def trunk(self) -> nn.Module:
         """All but the head."""
         return getattr(self, self.base_model_prefix)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initial weights of one module; see :meth:`surgery.models.common.GraftedCausalLM._init_weights`."""
-        super()._init_weights(module)
-        if isinstance(module, MemoryRule):
-            init_memory(module)
-        elif isinstance(module, Graft):
-            self._init_graft(module)
-
-    def _init_graft(self, graft: Graft) -> None:
-        raise NotImplementedError
 
 
 class OwnType:

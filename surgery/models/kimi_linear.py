@@ -16,8 +16,8 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForCa
 
 from surgery.graft.kda import KimiDeltaGraft
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import init_dt_bias
 from surgery.models.hybrid import Hybrid, OwnType, share_conversions
+from surgery.models.initial import init_dt_bias
 
 
 class SurgeryKimiLinearConfig(OwnType, KimiLinearConfig):

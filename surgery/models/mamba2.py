@@ -18,8 +18,9 @@ from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
 from surgery.graft import Mamba2Graft
 from surgery.graft.base import RMSNorm
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import Backbone, GraftedCausalLM, init_dt_bias, layer_memory
+from surgery.models.common import Backbone, GraftedCausalLM, layer_memory
 from surgery.models.configuration import SurgeryMamba2Config, Swap
+from surgery.models.initial import init_dt_bias, init_numbered_heads
 
 
 def refusal(config: Mamba2Config) -> str | None:
@@ -126,8 +127,7 @@ class Mamba2ForCausalLM(GraftedCausalLM):
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
         config = self.config
-        init.copy_(graft.A_log, torch.arange(1, config.num_heads + 1, device=graft.A_log.device).float().log())
-        init.ones_(graft.D)
+        init_numbered_heads(graft)
         init_dt_bias(graft.dt_bias, config.time_step_min, config.time_step_max, config.time_step_floor)
         init.kaiming_uniform_(graft.conv1d.weight, a=math.sqrt(5))
         init.kaiming_uniform_(graft.out_proj.weight, a=math.sqrt(5))

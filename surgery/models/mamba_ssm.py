@@ -12,7 +12,7 @@ from torch import nn
 
 from surgery.graft import Mamba2Graft
 from surgery.models import mamba2
-from surgery.models.fla_mamba2 import init_mamba_ssm
+from surgery.models.initial import init_drawn_heads, init_dt_bias
 from surgery.models.mamba2_configuration import MambaSSMConfig, SurgeryMambaSSMConfig
 
 
@@ -78,7 +78,8 @@ class MambaSSMForCausalLM(mamba2.Mamba2ForCausalLM):
         self.backbone.embedding = value
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
-        init_mamba_ssm(graft, (1.0, 16.0), (1e-3, 0.1, 1e-4))
+        init_drawn_heads(graft, 1.0, 16.0)
+        init_dt_bias(graft.dt_bias, 1e-3, 0.1, 1e-4)
 
 
 class SurgeryMambaSSMForCausalLM(MambaSSMForCausalLM):

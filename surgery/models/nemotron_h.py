@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 
-import torch
-from transformers import initialization as init
 from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHForCausalLM
 
 from surgery.graft import Mamba2Graft
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import init_dt_bias
 from surgery.models.hybrid import Hybrid, share_conversions
+from surgery.models.initial import init_dt_bias, init_numbered_heads
 
 
 class SurgeryNemotronHConfig(NemotronHConfig):
@@ -75,9 +73,7 @@ class GraftedNemotronHForCausalLM(Hybrid, NemotronHForCausalLM):
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
         config = self.config
-        heads = torch.arange(1, graft.geometry.num_heads + 1, device=graft.A_log.device)
-        init.copy_(graft.A_log, heads.float().log())
-        init.ones_(graft.D)
+        init_numbered_heads(graft)
         init_dt_bias(graft.dt_bias, config.time_step_min, config.time_step_max, config.time_step_floor)
 
 

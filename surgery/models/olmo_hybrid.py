@@ -6,6 +6,7 @@ the type ``surgery_olmo_hybrid`` therefore stands for base models, too: transfor
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridForCa
 
 from surgery.graft import GatedDeltaGraft
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import init_dt_bias
 from surgery.models.delta_hybrid import DeltaHybrid
 from surgery.models.hybrid import OwnType, share_conversions
+from surgery.models.initial import init_dt_bias
 
 NORM_EPS = 1e-5  # of the mixers' output norm, whatever the configuration says
 
@@ -39,15 +40,7 @@ class GraftedOlmoHybridForCausalLM(DeltaHybrid, OlmoHybridForCausalLM):
 
     @classmethod
     def geometry(cls, config: Any, layer: int) -> MemoryGeometry:
-        return MemoryGeometry(
-            style="delta",
-            hidden_size=config.hidden_size,
-            num_heads=config.linear_num_value_heads,
-            num_key_heads=config.linear_num_key_heads,
-            key_dim=config.linear_key_head_dim,
-            value_dim=config.linear_value_head_dim,
-            negative_eigenvalues=config.linear_allow_neg_eigval,
-        )
+        return replace(super().geometry(config, layer), negative_eigenvalues=config.linear_allow_neg_eigval)
 
     @classmethod
     def mixer(cls, config: Any, memory: MemoryRule, layer: int) -> GatedDeltaGraft:

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 
-import torch
-from transformers import initialization as init
 from transformers.models.zamba2.configuration_zamba2 import Zamba2Config
 from transformers.models.zamba2.modeling_zamba2 import Zamba2ForCausalLM
 
 from surgery.graft import Mamba2Graft
 from surgery.memory.base import MemoryGeometry, MemoryRule
-from surgery.models.common import init_dt_bias
 from surgery.models.hybrid import Hybrid, share_conversions
+from surgery.models.initial import init_dt_bias, init_numbered_heads
 
 MIXERS = {"linear_attention": "mamba", "hybrid": "mamba_decoder.mamba"}  # kind of layer -> name inside it
 NORM_EPS = 1e-5  # of the mixers, whatever rms_norm_eps is
@@ -78,9 +76,7 @@ class GraftedZamba2ForCausalLM(Hybrid, Zamba2ForCausalLM):
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
         config = self.config
-        heads = torch.arange(1, graft.geometry.num_heads + 1, device=graft.A_log.device)
-        init.copy_(graft.A_log, heads.float().log())
-        init.ones_(graft.D)
+        init_numbered_heads(graft)
         init_dt_bias(graft.dt_bias, config.time_step_min, config.time_step_max, config.time_step_floor)
 
 
