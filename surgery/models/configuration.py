@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from surgery.models.registry import announce_models
+from surgery.models.registry import Announced
 
 SCHEMAS = (1, 2)
 
@@ -76,7 +76,7 @@ class Swap:
         return {"schema": 2, "rule": rules, "layers": sorted(self.rules), "swaps": swaps, **about}
 
 
-class SurgeryMamba2Config(PreTrainedConfig):
+class SurgeryMamba2Config(Announced, PreTrainedConfig):
     """The keys and defaults of transformers' Mamba2Config, and what was swapped."""
 
     model_type = "surgery_mamba2"
@@ -114,7 +114,6 @@ class SurgeryMamba2Config(PreTrainedConfig):
         if self.time_step_rank == "auto":
             self.time_step_rank = math.ceil(self.hidden_size / 16)
         super().__post_init__(**kwargs)
-        announce_models()
 
     @property
     def layer_types(self) -> list[str]:
@@ -176,13 +175,9 @@ class GatedDeltaNetConfig(PreTrainedConfig):
         return -(-int(self.hidden_size * (self.hidden_ratio or 4) * 2 / 3) // 256) * 256
 
 
-class SurgeryGatedDeltaNetConfig(GatedDeltaNetConfig):
+class SurgeryGatedDeltaNetConfig(Announced, GatedDeltaNetConfig):
     """GatedDeltaNetConfig and what was swapped."""
 
     model_type = "surgery_gated_deltanet"
 
     surgery: dict | None = None
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        announce_models()

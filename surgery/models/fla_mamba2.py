@@ -24,12 +24,7 @@ def refusal(config: FlaMamba2Config) -> str | None:
         return f"head_dim: expand * hidden_size {inner} is no multiple of {config.head_dim}"
     if config.hidden_act not in ("silu", "swish"):
         return f"hidden_act: {config.hidden_act!r} is not supported, only silu"
-    if config.num_heads % config.n_groups:
-        return f"n_groups: {config.num_heads} heads are no multiple of {config.n_groups}"
-    low, high = config.time_step_limit
-    if not 0 <= low <= high:
-        return f"dt_limit: {(low, high)} is no range of positive steps"
-    return None
+    return mamba2.uneven(config, "n_groups", "dt_limit")
 
 
 class FlaMamba2Block(mamba2.Mamba2Block):

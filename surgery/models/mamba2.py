@@ -30,11 +30,16 @@ def refusal(config: Mamba2Config) -> str | None:
         return f"num_heads * head_dim: {inner} is not hidden_size * expand, {config.hidden_size * config.expand}"
     if config.hidden_act not in ("silu", "swish"):
         return f"hidden_act: {config.hidden_act!r} is not supported, only silu"
+    return uneven(config, "n_groups", "time_step_limit")
+
+
+def uneven(config: Any, groups: str, steps: str) -> str | None:
+    """Why the heads do not share groups evenly, or dt has no range; a layout's own names of both keys are given."""
     if config.num_heads % config.n_groups:
-        return f"num_heads: {config.num_heads} is no multiple of n_groups {config.n_groups}"
+        return f"{groups}: {config.num_heads} heads are no multiple of {config.n_groups}"
     low, high = config.time_step_limit
     if not 0 <= low <= high:
-        return f"time_step_limit: {(low, high)} is no range of positive steps"
+        return f"{steps}: {(low, high)} is no range of positive steps"
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from surgery.models.registry import announce_models
+from surgery.models.registry import Announced
 
 # a Mamba-2 mixer's own defaults in mamba_ssm, where neither its configuration nor its tensors say otherwise
 SSM_DEFAULTS = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1}
@@ -81,16 +81,12 @@ class FlaMamba2Config(PreTrainedConfig):
         return ["linear_attention"] * self.num_hidden_layers
 
 
-class SurgeryFlaMamba2Config(FlaMamba2Config):
+class SurgeryFlaMamba2Config(Announced, FlaMamba2Config):
     """FlaMamba2Config and what was swapped."""
 
     model_type = "surgery_fla_mamba2"
 
     surgery: dict | None = None
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        announce_models()
 
 
 class MambaSSMConfig(PreTrainedConfig):
@@ -199,13 +195,9 @@ class MambaSSMConfig(PreTrainedConfig):
         return ["linear_attention"] * self.n_layer
 
 
-class SurgeryMambaSSMConfig(MambaSSMConfig):
+class SurgeryMambaSSMConfig(Announced, MambaSSMConfig):
     """MambaSSMConfig and what was swapped."""
 
     model_type = "surgery_mamba_ssm"
 
     surgery: dict | None = None
-
-    def __post_init__(self, **kwargs):
-        super().__post_init__(**kwargs)
-        announce_models()

@@ -33,12 +33,7 @@ def refusal(config: MambaSSMConfig) -> str | None:
         return f"ssm_cfg.d_ssm: {config.memory_size} is not within the inner width, {config.inner_size}"
     if config.memory_size % config.head_dim:
         return f"ssm_cfg.headdim: the memory's width {config.memory_size} is no multiple of {config.head_dim}"
-    if config.num_heads % config.n_groups:
-        return f"ssm_cfg.ngroups: {config.num_heads} heads are no multiple of {config.n_groups}"
-    low, high = config.time_step_limit
-    if not 0 <= low <= high:
-        return f"ssm_cfg.dt_limit: {(low, high)} is no range of positive steps"
-    return None
+    return mamba2.uneven(config, "ssm_cfg.ngroups", "ssm_cfg.dt_limit")
 
 
 class MambaSSMBlock(mamba2.Mamba2Block):

@@ -39,5 +39,13 @@ def announce_models() -> None:
         AutoModelForCausalLM.register(_load(config_module, config), _load(model_module, model), exist_ok=True)
 
 
+class Announced:
+    """Comes before a configuration among a class's bases: each instance lets its model be known."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        announce_models()
+
+
 def _load(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"surgery.models.{module}"), name)
