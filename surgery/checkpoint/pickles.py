@@ -2,7 +2,8 @@
 
 A pickle can hold code that runs when it is read. torch.load's ``weights_only`` refuses all but tensors and plain
 values; still, nothing is read before the user has said that the file is to be trusted (``--allow-pickle``). What was
-converted is known by the pickle's place, size and time, and needs no such word again.
+converted is known by the pickle's place, size and time, and needs no such word again. The small files beside it are
+compared each time.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def unpickled(directory: Path, name: str | None = None) -> Path:
         return directory
     target = cache_folder() / _key(files)
     if (target / "config.json").is_file():
+        _refresh(directory, target)
         return target
     if not _allowed.get():
         raise UsageError(
@@ -68,6 +70,19 @@ def unpickled(directory: Path, name: str | None = None) -> Path:
         )
     _convert(directory, files, target)
     return target
+
+
+def _refresh(directory: Path, target: Path) -> None:
+    """Bring over what was added or edited beside the pickle since: a tokenizer above all."""
+    from surgery.checkpoint.reading import CONFIG
+    from surgery.checkpoint.staging import write_atomic
+    from surgery.checkpoint.writing import companions
+
+    for path in (Path(CONFIG), *companions(directory)):
+        content = (directory / path).read_bytes() if (directory / path).is_file() else None
+        if content is not None and not ((target / path).is_file() and (target / path).read_bytes() == content):
+            (target / path).parent.mkdir(exist_ok=True)
+            write_atomic(target / path, content)
 
 
 def pickle_files(directory: Path) -> list[Path]:
@@ -124,14 +139,13 @@ def _key(files: list[Path]) -> str:
 
 def _convert(directory: Path, files: list[Path], target: Path) -> None:
     from surgery.checkpoint.files import copy_file
-    from surgery.checkpoint.reading import CONFIG, TensorEntry, read_config
+    from surgery.checkpoint.reading import CONFIG, DTYPE_NAMES, TensorEntry, read_config
     from surgery.checkpoint.reading import INDEX as SAFE_INDEX
     from surgery.checkpoint.reading import SINGLE as SAFE_SINGLE
     from surgery.checkpoint.staging import staged_directory
     from surgery.checkpoint.tensorfile import write_tensors
     from surgery.checkpoint.writing import companions, write_json
     from surgery.hosts import adapter_for
-    from surgery.plan import DTYPE_NAMES
 
     config = read_config(directory)
     ties = adapter_for(config).ties(config)

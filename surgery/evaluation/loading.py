@@ -71,6 +71,8 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    from surgery.checkpoint.pickles import origin
+
     noisy = logging.getLogger("transformers")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
@@ -85,8 +87,12 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             # transformers makes an empty one of a model type's class where there are no files
             raise ValueError("no tokenizer files")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise UsageError(f"{path}: no tokenizer can be read there: {reason}\n  copy tokenizer.json beside it") from None
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(": ")
+        place = origin(path).get("from", path)  # not the cache of what was converted
+        raise UsageError(
+            f"{place}: no tokenizer can be read there ({reason})\n"
+            "  copy the tokenizer that the model was trained with there: tokenizer.json"
+        ) from None
     finally:
         noisy.setLevel(level)
     largest = max(tokenizer.get_vocab().values(), default=-1)

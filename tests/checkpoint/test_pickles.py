@@ -106,6 +106,20 @@ def test_it_is_converted_once_and_again_when_it_changes(base, cache, model, monk
     assert torch.equal(changed, model.state_dict()["backbone.embedding.weight"])
 
 
+def test_what_is_put_beside_a_converted_pickle_later_counts(base, cache, monkeypatch):
+    """Its authors' checkpoints come without a tokenizer: whoever is told so adds one, and is not told so again."""
+    with pickles_allowed():
+        directory = unpickled(base)
+    (directory / "tokenizer.json").write_text("from elsewhere")
+    monkeypatch.setattr(pickles, "read_pickle", lambda file: pytest.fail("read again"))
+    assert unpickled(base) == directory and (directory / "tokenizer.json").read_text() == "from elsewhere"
+    (base / "tokenizer.json").write_text("added")
+    (base / "config.json").write_text(json.dumps(CONFIG | {"eos_token_id": 3}))
+    assert unpickled(base) == directory
+    assert (directory / "tokenizer.json").read_text() == "added"
+    assert open_checkpoint(directory).config["eos_token_id"] == 3
+
+
 def test_files_map_into_memory_and_legacy_files_are_read(base, model):
     read = pickles.read_pickle(base / "pytorch_model.bin")
     assert read["backbone.embedding.weight"].data_ptr() == read["lm_head.weight"].data_ptr()
