@@ -14,7 +14,8 @@ from surgery.checkpoint.files import How, same_file_system
 from surgery.checkpoint.staging import check_output, existing_parent, staged_directory
 from surgery.checkpoint.writing import write_checkpoint
 from surgery.errors import JobError
-from surgery.plan import Measure, Plan, at, inspection_measure, make_plan
+from surgery.layers import Measure, inspection_measure
+from surgery.plan import Plan, make_plan
 from surgery.recipe import Recipe
 
 RECIPE_FILE = "surgery_recipe.yaml"
@@ -109,7 +110,7 @@ def apply(
     if drift != "skip":  # found before anything is written: no tokenizer, no text, a text that is too short
         from surgery.drift import windows
 
-        with at(recipe, ("evaluation", "text")):
+        with recipe.at(("evaluation", "text")):
             text = windows(plan.base.directory, recipe.evaluation_text, recipe.path.parent)
     shared = link and same_file_system(plan.base.directory, existing_parent(final))
     if link and not shared:

@@ -21,8 +21,9 @@ from surgery.checkpoint.tensorfile import write_tensors
 from surgery.checkpoint.writing import companions, write_json
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, locate
+from surgery.layers import ranges
+from surgery.opening import swapped_before
 from surgery.operation import CARD_FILE
-from surgery.plan import ranges, swapped_before
 
 if TYPE_CHECKING:
     from surgery.hosts import HostAdapter

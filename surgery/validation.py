@@ -7,9 +7,12 @@ from typing import Any
 
 from surgery.checkpoint.reading import Checkpoint
 from surgery.errors import UsageError
-from surgery.plan import at, check_mixers, open_base, plan_memory, ranges, resolve_layers, swappable
+from surgery.layers import ranges, resolve_layers
+from surgery.opening import check_mixers, open_base, swappable
+from surgery.plan import plan_memory
 from surgery.recipe import LayerChoice, Recipe, format_count
 from surgery.recipe.document import KeyPath
+from surgery.recipe.schema import METRICS
 
 
 def validate_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -65,7 +68,7 @@ def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
         directory = resolve(recipe.model, recipe.revision, offline=True)
     except UsageError as error:
         if recipe.bundled or Path(recipe.model).expanduser().is_dir():
-            with at(recipe, ("model",)):
+            with recipe.at(("model",)):
                 raise
         return None, _check("model", f"{str(error).splitlines()[0]}; layers and shapes stay unchecked", checked=False)
     checkpoint, adapter = open_base(recipe, base=directory)
@@ -73,7 +76,7 @@ def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
     choice = recipe.layers
     measured = isinstance(choice, LayerChoice) and choice.random is None
     # a choice by N_t is made when the model runs; whether it can be made is known now
-    figures = {metric: dict.fromkeys(available, 0.0) for metric in ("mean", "log-mean", "median")}
+    figures = {metric: dict.fromkeys(available, 0.0) for metric in METRICS}
     layers, _ = resolve_layers(recipe, available, checkpoint, measure=lambda *_: figures)
     check_mixers(recipe, checkpoint, adapter, available if measured else layers)
     plan_memory(recipe, checkpoint, adapter, layers)
@@ -106,7 +109,7 @@ def _text(
     from surgery.evaluation.text import describe, encode, load_text, require_context, sources
 
     root = recipe.path.parent
-    with at(recipe, path):
+    with recipe.at(path):
         name = describe(spec, part)
         if any(source.kind == "hub" for source in sources(spec, root)):
             return _check("text", f"{name}: a data set of the hub", checked=False)

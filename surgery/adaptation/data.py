@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,6 @@ from surgery.recipe import Phase, Recipe
 
 SLACK = 1.1  # drawn sources take a little more or less than their share
 EARLY_RECORDS = 32  # of a hub data set that are read before the first step; files are read whole
-
-
-@contextmanager
-def placed(recipe: Recipe, path: tuple[str | int, ...]) -> Iterator[None]:
-    """Puts the recipe's line before a UsageError about what stands at ``path``."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(f"{recipe.where(path)}: {error}") from None
 
 
 def phase_sources(recipe: Recipe, phase: Phase) -> list[tuple[str, float, list[Source]]]:
@@ -101,7 +91,7 @@ def check(recipe: Recipe, index: int, tokenizer: Any) -> None:
     """
     phase = recipe.phases[index]
     named = phase.data is not None or recipe.data is None
-    with placed(recipe, ("phases", index, "data") if named else ("data",)):
+    with recipe.at(("phases", index, "data") if named else ("data",)):
         entries = phase_sources(recipe, phase)
         if phase.kind == "instruct":
             _check_records(phase, entries, tokenizer)

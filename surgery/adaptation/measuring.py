@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from surgery.adaptation.data import placed
 from surgery.adaptation.phases import Options
 from surgery.checkpoint.staging import write_atomic
 from surgery.cli.common import strict
@@ -31,13 +30,13 @@ def check(recipe: Recipe, tokenizer: Any) -> None:
     Raises:
         UsageError: the evaluation's text is missing or too short, or a recall length holds no needle.
     """
-    with placed(recipe, ("evaluation", "text")):
+    with recipe.at(("evaluation", "text")):
         text = _text(recipe)
         tokens = encode(tokenizer, text, TOKENS)
         require_context(tokens, default_context(len(tokens)))
         haystack = Haystack(text.text, tokenizer)
     for index, length in enumerate(recipe.evaluation.recall.lengths):
-        with placed(recipe, ("evaluation", "recall", "lengths", index)):
+        with recipe.at(("evaluation", "recall", "lengths", index)):
             haystack.prompt(random.Random(0), length, 0.5, "numbers")
 
 

@@ -29,6 +29,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 SMALL_DTYPES = ("I8", "U8", "I4", "U4", "F4", "F6_E2M3", "F6_E3M2")
 PACKED = (".qweight", ".qzeros", ".weight_packed")  # GPTQ and AWQ; compressed-tensors
+DTYPE_NAMES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name -> safetensors'
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 

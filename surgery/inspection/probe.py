@@ -32,7 +32,7 @@ from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import evaluating
 from surgery.evaluation.text import Tokens, require_context
 from surgery.hosts.streaming import device_of
-from surgery.plan import draw_memory
+from surgery.memory import draw_memory
 
 if TYPE_CHECKING:
     from surgery.hosts import HostAdapter

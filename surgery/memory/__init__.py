@@ -6,7 +6,10 @@ Adding one: a subclass of :class:`MemoryRule` in its own module here, and a line
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from surgery.errors import UsageError
 
@@ -15,7 +18,17 @@ from .bayesian import Bayesian
 from .host import HostMemory
 from .palimpsa import Palimpsa
 
-__all__ = ["RULES", "Bayesian", "HostMemory", "MemoryGeometry", "MemoryInputs", "MemoryRule", "Palimpsa", "create"]
+__all__ = [
+    "RULES",
+    "Bayesian",
+    "HostMemory",
+    "MemoryGeometry",
+    "MemoryInputs",
+    "MemoryRule",
+    "Palimpsa",
+    "create",
+    "draw_memory",
+]
 
 RULES: dict[str, type[MemoryRule]] = {memory.rule: memory for memory in (Palimpsa, Bayesian, HostMemory)}
 
@@ -37,6 +50,24 @@ def create(rule: str, geometry: MemoryGeometry, **options: Any) -> MemoryRule:
             known = ", ".join(memory.defaults) or "none"
             raise UsageError(f"memory.{name}: unknown{_closest(name, memory.defaults)}; {rule} has the options {known}")
     return memory(geometry, **{**memory.defaults, **options})
+
+
+def draw_memory(
+    rule: str, geometry: MemoryGeometry, options: Mapping[str, Any], start: str, seed: int, layer: int
+) -> MemoryRule:
+    """A memory in float32 whose random start depends on the seed and the layer alone.
+
+    Args:
+        start: ``exact`` or ``paper``; see :meth:`MemoryRule.reset_parameters`.
+
+    Raises:
+        UsageError: as :func:`create`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 1_000_003 + layer)
+        memory = create(rule, geometry, **options)
+        memory.reset_parameters(start)
+    return memory
 
 
 def _closest(name: str, known: Any) -> str:

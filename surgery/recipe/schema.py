@@ -6,13 +6,15 @@ Leaf types are in :mod:`surgery.recipe.fields`; what two keys mean together is i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag
 
-from surgery.recipe.document import Document, KeyPath
+from surgery.errors import UsageError
+from surgery.recipe.document import Document, KeyPath, show
 from surgery.recipe.fields import (
     Bytes,
     Count,
@@ -294,6 +296,17 @@ class Recipe(Section):
     def error(self, path: KeyPath, problem: str, remedy: str) -> Exception:
         """A UsageError that points at ``path`` in the recipe, for checks that need more than the recipe."""
         return self._document.error(path, problem, remedy)
+
+    @contextmanager
+    def at(self, path: KeyPath) -> Iterator[None]:
+        """Put the recipe's line in front of an error about what that line names."""
+        try:
+            yield
+        except UsageError as error:
+            text = str(error)
+            if text.startswith(f"{self.path}:") or text.startswith("--set "):
+                raise
+            raise UsageError(f"{self.where(path)}: {show(path)}: {text}") from None
 
     def data_for(self, phase: Phase) -> Any:
         """The text a phase trains on: its own, the recipe's, or the bundled text for a bundled base."""

@@ -9,7 +9,7 @@ from torch import nn
 from surgery import hosts
 from surgery.hosts.streaming import device_of, load_streamed
 from surgery.inspection.probe import probe_layers
-from surgery.plan import draw_memory
+from surgery.memory import draw_memory
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from surgery.evaluation.text import Tokens, encode, load_text
 from surgery.hosts import adapter_for, load_model, read_config, resolve
 from surgery.hosts.streaming import load_streamed
 from surgery.inspection.probe import probe_layers, probe_windows, swapped
-from surgery.plan import draw_memory
+from surgery.memory import draw_memory
 
 
 @pytest.fixture(scope="module")

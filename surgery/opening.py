@@ -1,0 +1,91 @@
+"""A recipe's base, opened and checked as far as its headers and its tokenizer go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
+from surgery.errors import UsageError
+from surgery.recipe import Recipe
+
+if TYPE_CHECKING:
+    from surgery.hosts import HostAdapter
+
+
+def open_base(
+    recipe: Recipe, *, offline: bool | None = None, base: Path | None = None
+) -> tuple[Checkpoint, HostAdapter]:
+    """The recipe's base, read as far as its headers and checked against its own configuration.
+
+    Raises:
+        UsageError: naming the recipe's line and what is wrong with the base.
+    """
+    from surgery.hosts import adapter_for, resolve
+
+    with recipe.at(("model",)):
+        directory = base or resolve(recipe.model, recipe.revision, offline)
+        checkpoint = open_checkpoint(directory)
+        adapter = adapter_for(checkpoint.config)
+        check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)
+        check_tokenizer(checkpoint)
+    return checkpoint, adapter
+
+
+def swapped_before(checkpoint: Checkpoint, adapter: HostAdapter) -> Mapping[int, tuple[str, dict[str, Any]]]:
+    """The layers that an earlier operation swapped, each with its rule and the rule's options."""
+    from surgery.models.configuration import Swap
+
+    if not checkpoint.config.get("surgery"):
+        return {}
+    return Swap.of(adapter.parse(checkpoint.config)).rules
+
+
+def swappable(checkpoint: Checkpoint, adapter: HostAdapter) -> list[int]:
+    """The layers that hold the host's own memory."""
+    before = swapped_before(checkpoint, adapter)
+    return [layer for layer in adapter.mixer_layers(checkpoint.config) if layer not in before]
+
+
+def check_mixers(recipe: Recipe, checkpoint: Checkpoint, adapter: HostAdapter, layers: Sequence[int]) -> None:
+    """Refuse tensors inside a swapped mixer that the host's family does not know: they would be lost in silence."""
+    expected = adapter.expected_tensors(checkpoint.config)
+    prefixes = tuple(adapter.tensor_prefix(checkpoint.config, layer) for layer in layers)
+    own = [name for name in checkpoint.tensors if name.startswith(prefixes)]
+    unknown = [name for name in own if name not in expected and not adapter.is_unused(name)]
+    if unknown:
+        shown = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+        with recipe.at(("model",)):
+            raise UsageError(
+                f"{checkpoint.directory}: {adapter.name} has no use for {shown}\n"
+                "  the checkpoint is of another architecture than its config.json says"
+            )
+
+
+def check_tokenizer(checkpoint: Checkpoint) -> None:
+    """Refuse a tokenizer that makes ids the embeddings do not have.
+
+    Raises:
+        UsageError: with both sizes.
+    """
+    path = checkpoint.directory / "tokenizer.json"
+    if not path.is_file():
+        return
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = document["model"]["vocab"]
+        # a unigram model lists its tokens in order, others map them to ids
+        largest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        largest = max([largest, *(token["id"] for token in document.get("added_tokens") or ())])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: not a tokenizer ({type(error).__name__})\n  download this file again") from None
+    from surgery.hosts import adapter_for
+
+    size = adapter_for(checkpoint.config).parse(checkpoint.config).vocab_size
+    if largest >= size:
+        raise UsageError(
+            f"{path}: makes token {largest}, but the model's vocabulary ends at {size - 1} (vocab_size {size})\n"
+            "  the tokenizer belongs to another model: use the one that this model was trained with"
+        )
