@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 from pathlib import Path
@@ -12,12 +11,12 @@ import torch
 
 from surgery.adaptation.phases import Options
 from surgery.checkpoint.staging import write_atomic
-from surgery.cli.common import strict
 from surgery.evaluation.loading import Located, load
 from surgery.evaluation.recall import Haystack
 from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
 from surgery.evaluation.text import Text, encode, load_text, require_context
 from surgery.recipe import Recipe, shipped
+from surgery.results import json_text
 
 TOKENS = 16_384  # of the text at most; `surgery eval` reads more
 CHARACTERS = 16 * TOKENS
@@ -64,7 +63,7 @@ def write_report(run: Path, name: str, report: dict[str, Any], recipe: Recipe, c
     report["command"] = shlex.join(["surgery", "distill", named, "--run", str(run), *settings])
     if checkpoint is not None:
         report["checkpoint"] = str(checkpoint.relative_to(run))
-    write_atomic(path, json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json_text(report) + "\n")
 
 
 def _text(recipe: Recipe) -> Text:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from surgery.cli.common import strict
+from surgery.results import strict
 
 
 @dataclass

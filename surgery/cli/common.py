@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +9,7 @@ import typer
 from rich.console import Console
 
 from surgery.errors import UsageError
+from surgery.results import json_text
 
 out = Console()  # results
 err = Console(stderr=True)  # progress and remarks
@@ -56,17 +55,6 @@ def pick_device(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def strict(value: Any) -> Any:
-    """``value`` with non-finite numbers replaced by None, so that it is JSON."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    return value
-
-
 def check_json(target: str | None) -> None:
     """Refuse a place where no JSON can be written, before any work.
 
@@ -81,7 +69,7 @@ def write_json(result: Any, target: str | None) -> bool:
     """Write ``result`` to ``target``; returns whether stdout was taken (so that tables stay away from it)."""
     if target is None:
         return False
-    text = json.dumps(strict(result), indent=2, allow_nan=False)
+    text = json_text(result)
     if target == "-":
         print(text)
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -96,13 +95,13 @@ def evaluate(
 def keep_report(report: dict[str, Any], run: Path, model: Path) -> Path:
     """Write the report to RUN/evaluation, named after the phase whose model was measured."""
     from surgery.checkpoint.staging import write_atomic
-    from surgery.cli.common import strict
+    from surgery.results import json_text
 
     folder = run / "evaluation"
     folder.mkdir(exist_ok=True)
     name = model.name if model.name != "model" else model.parent.name
     path = folder / f"{name}.json"
-    write_atomic(path, json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json_text(report) + "\n")
     return path
 
 
