@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -36,6 +37,43 @@ def test_transformers_then_surgery_from_the_repository_root():
 def test_import_is_light():
     code = "import sys, surgery; print(sorted({'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules)))"
     assert python(code, ROOT) == "[]"
+
+
+# folder -> what its modules may import of this project; what a checkpoint needs to run never imports the tools
+REACH = {
+    "kernels": {"kernels"},
+    "surgery/memory": {"memory", "kernels", "errors"},
+    "surgery/graft": {"graft", "memory", "kernels", "errors"},
+    "surgery/models": {"models", "graft", "memory", "kernels", "errors"},
+    "surgery/hosts": {"hosts", "models", "graft", "memory", "kernels", "errors", "checkpoint", "bundled"},
+    "surgery/checkpoint": {"checkpoint", "hosts", "recipe", "memory", "errors"},
+    "surgery/recipe": {"recipe", "recipes", "errors"},
+}
+JOBS = ("inspection", "evaluation", "adaptation", "export", "benchmark", "pretraining")
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of this project that a file imports, wherever the statement stands."""
+    package = ("surgery", *(part for part in path.relative_to(ROOT).parts[:-1] if part != "surgery"))
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package[: len(package) - node.level + 1]) + "." if node.level else ""
+            names += [f"{above}{node.module or ''}.{alias.name}".replace("..", ".") for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("surgery.")}
+
+
+@pytest.mark.parametrize("folder", [*REACH, *(f"surgery/{job}" for job in JOBS)])
+def test_imports_go_one_way(folder):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    found = set().union(*map(imported, files))
+    assert files
+    if folder in REACH:
+        assert found - REACH[folder] == set()
+    else:
+        assert "cli" not in found
 
 
 @pytest.fixture(scope="module")
