@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from surgery.errors import JobError
 from surgery.evaluation.loading import load_tokenizer
 from surgery.evaluation.perplexity import Reader, evaluating
-from surgery.evaluation.text import Text, encode, load_text, require_context
+from surgery.evaluation.text import Text, load_text
+from surgery.evaluation.tokens import encode, require_context
 
 if TYPE_CHECKING:
     from surgery.hosts import HostAdapter

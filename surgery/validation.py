@@ -106,7 +106,8 @@ def _text(
     recipe: Recipe, checkpoint: Checkpoint | None, path: KeyPath, spec: Any, context: int, part: str
 ) -> dict[str, Any]:
     from surgery.evaluation.loading import load_tokenizer
-    from surgery.evaluation.text import describe, encode, load_text, require_context, sources
+    from surgery.evaluation.text import describe, load_text, sources
+    from surgery.evaluation.tokens import encode, require_context
 
     root = recipe.path.parent
     with recipe.at(path):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.intervals import Interval, consecutive_blocks, mean_interval
-from surgery.evaluation.text import Tokens, encode, require_context
+from surgery.evaluation.tokens import Tokens, encode, require_context
 
 HEAD_TOKENS = 512  # tokens whose logits exist at once
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")

@@ -22,7 +22,8 @@ from surgery.evaluation.perplexity import (
     window_losses,
 )
 from surgery.evaluation.recall import DEPTHS, needle_recall
-from surgery.evaluation.text import Text, Tokens, encode, require_context
+from surgery.evaluation.text import Text
+from surgery.evaluation.tokens import Tokens, encode, require_context
 
 SCHEMA = 1
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import Reader, evaluating
-from surgery.evaluation.text import Tokens, require_context
+from surgery.evaluation.tokens import Tokens, require_context
 from surgery.hosts.streaming import device_of
 from surgery.memory.base import MemoryGeometry, MemoryInputs
 

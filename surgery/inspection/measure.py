@@ -11,7 +11,8 @@ import torch
 
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load, locate
-from surgery.evaluation.text import Text, encode, load_text, require_context
+from surgery.evaluation.text import Text, load_text
+from surgery.evaluation.tokens import encode, require_context
 from surgery.inspection.horizon import LayerHorizon, check_metric, measure_horizons, ranked, static_horizons
 
 if TYPE_CHECKING:

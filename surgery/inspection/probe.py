@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from surgery.drift import CONTEXT, TOKENS, compare
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import evaluating
-from surgery.evaluation.text import Tokens, require_context
+from surgery.evaluation.tokens import Tokens, require_context
 from surgery.hosts.streaming import device_of
 from surgery.memory import draw_memory
 

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from surgery.evaluation.text import encode, load_text
+from surgery.evaluation.text import load_text
+from surgery.evaluation.tokens import encode
 
 
 def refused(result, code, *words):

@@ -21,7 +21,8 @@ from surgery.evaluation.perplexity import (
     stream_losses,
     window_losses,
 )
-from surgery.evaluation.text import Tokens, encode, load_text
+from surgery.evaluation.text import load_text
+from surgery.evaluation.tokens import Tokens, encode
 
 TEXT = "the theory of the thing — in the other inn — was “the other” theory.\n" * 8
 

@@ -10,15 +10,8 @@ from itertools import islice, pairwise
 import pytest
 
 from surgery.errors import JobError, UsageError
-from surgery.evaluation.text import (
-    SHARED_PARAGRAPH,
-    describe,
-    documents,
-    encode,
-    load_text,
-    require_context,
-    sources,
-)
+from surgery.evaluation.text import SHARED_PARAGRAPH, describe, documents, load_text, sources
+from surgery.evaluation.tokens import encode, require_context
 
 MIXED = "Ünïcode — 漢字 and 😀 or 🤷‍♀️ \n\n   spaced\t\ttabs  \nthe theory of the thing\n" * 12
 

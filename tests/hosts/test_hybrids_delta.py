@@ -24,7 +24,7 @@ from surgery.adaptation.run import distill
 from surgery.cli import main
 from surgery.errors import UsageError
 from surgery.evaluation.perplexity import stream_losses, window_losses
-from surgery.evaluation.text import Tokens
+from surgery.evaluation.tokens import Tokens
 from surgery.export import verify
 from surgery.export.run import export
 from surgery.export.source import open_source

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from surgery.errors import JobError, UsageError
-from surgery.evaluation.text import Tokens, encode, load_text
+from surgery.evaluation.text import load_text
+from surgery.evaluation.tokens import Tokens, encode
 from surgery.hosts import adapter_for, load_model, read_config
 from surgery.inspection.horizon import CAP, HorizonMeter, horizon, measure_horizons, ranked, static_horizons
 from surgery.inspection.measure import inspect_model, inspect_static, rank_layers
