@@ -20,7 +20,6 @@ from surgery.hosts.falcon_h1 import FalconH1Adapter
 from surgery.hosts.fla_mamba2 import FlaMamba2Adapter
 from surgery.hosts.gated_deltanet import GatedDeltaNetAdapter
 from surgery.hosts.granitemoehybrid import GraniteMoeHybridAdapter
-from surgery.hosts.hybrid import HybridAdapter
 from surgery.hosts.kimi_linear import KimiLinearAdapter
 from surgery.hosts.mamba2 import Mamba2Adapter
 from surgery.hosts.mamba_ssm import MambaSSMAdapter
@@ -65,17 +64,16 @@ ADAPTERS: tuple[HostAdapter, ...] = (
     NemotronHAdapter(),
 )
 
-# families with a Mamba-2 or delta-rule mixer that are recognised and refused: model type -> why
-REFUSED: dict[str, str] = {
-    "mamba": "Mamba-1 decays every state channel on its own; only Mamba-2 is supported",
-}
+# families that are recognised and refused: model type -> why
+REFUSED: dict[str, str] = dict.fromkeys(
+    ("mamba", "falcon_mamba", "jamba", "zamba"),
+    "Mamba-1 decays every state channel on its own; only Mamba-2 is supported",
+)
 
 
 def supported() -> str:
-    """The supported families in one line."""
-    hybrids = ", ".join(adapter.name for adapter in ADAPTERS if isinstance(adapter, HybridAdapter))
-    mamba2 = "mamba2 (of transformers, mamba_ssm and flash-linear-attention)"
-    return f"{mamba2}, gated_deltanet (flash-linear-attention), {hybrids} (transformers)"
+    """The supported families in one line, each with the model type in its config.json."""
+    return "; ".join(f"{adapter.title} ({adapter.model_types[0] or 'no model_type'})" for adapter in ADAPTERS)
 
 
 def adapter_for(config: Mapping[str, Any]) -> HostAdapter:
