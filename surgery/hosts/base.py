@@ -68,8 +68,15 @@ class HostAdapter:
         raise NotImplementedError
 
     def _refusal(self, config: Any) -> str | None:
-        """Why a parsed configuration cannot be run, or None."""
-        raise NotImplementedError
+        """Why a parsed configuration cannot be run, or None.
+
+        Raises:
+            ValueError: what it says of swapped layers is wrong.
+        """
+        from surgery.models.configuration import Swap
+
+        Swap.of(config)
+        return self._classes(False)[1].refusal(config)
 
     def _foreign(self, config: Mapping[str, Any]) -> str | None:
         """Why a configuration of this model type is another library's, or None."""

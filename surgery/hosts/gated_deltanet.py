@@ -28,13 +28,6 @@ class GatedDeltaNetAdapter(HostAdapter):
             return models.SurgeryGatedDeltaNetConfig, models.SurgeryGatedDeltaNetForCausalLM
         return models.GatedDeltaNetConfig, models.GatedDeltaNetForCausalLM
 
-    def _refusal(self, config: Any) -> str | None:
-        from surgery.models.configuration import Swap
-        from surgery.models.gated_deltanet import refusal
-
-        Swap.of(config)
-        return refusal(config)
-
     def mixer_layers(self, config: Mapping[str, Any]) -> list[int]:
         from surgery.models.gated_deltanet import attention_layers
 

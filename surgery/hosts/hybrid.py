@@ -40,12 +40,6 @@ class HybridAdapter(HostAdapter):
         model = getattr(self._module(), f"{kind}{self.class_name}ForCausalLM")
         return model.config_class, model
 
-    def _refusal(self, config: Any) -> str | None:
-        from surgery.models.configuration import Swap
-
-        Swap.of(config)
-        return self._classes(False)[1].refusal(config)
-
     def _upstream(self) -> type:
         import transformers
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from surgery.hosts.base import HostAdapter, decode_floats
+from surgery.hosts.base import HostAdapter
 from surgery.memory.base import MemoryGeometry
 
 # keys that flash-linear-attention's mamba2 configurations have and transformers' have not; norm_before_gate is none of
@@ -24,15 +24,28 @@ def is_fla(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "mamba2" and any(key in config for key in FLA_KEYS)
 
 
-class Mamba2Adapter(HostAdapter):
-    """Mamba-2 in the layout of transformers: ``backbone.layers.i.mixer.*``."""
+class Mamba2Layout(HostAdapter):
+    """What the libraries' layouts share: Mamba-2 alone, ``backbone.layers.i.mixer.*``."""
 
-    name = "mamba2"
     backbone_prefix = "backbone."
     mixer_name = "mixer"
+    style = "additive"
+
+    def geometry(self, config: Mapping[str, Any], layer: int) -> MemoryGeometry:
+        from surgery.models.mamba2 import geometry
+
+        return geometry(self.parse(config))
+
+    def _limit_step(self, step: Tensor, config: Mapping[str, Any]) -> Tensor:
+        return step.clamp(*self.parse(config).time_step_limit)
+
+
+class Mamba2Adapter(Mamba2Layout):
+    """Mamba-2 in the layout of transformers."""
+
+    name = "mamba2"
     title = "Mamba-2, transformers' layout"
     checkpoints = ("AntonV/mamba2-2.7b-hf", "mistralai/Mamba-Codestral-7B-v0.1")
-    style = "additive"
 
     def _classes(self, upgraded: bool) -> tuple[type, type]:
         from surgery.models import mamba2 as models
@@ -40,13 +53,6 @@ class Mamba2Adapter(HostAdapter):
         if upgraded:
             return models.SurgeryMamba2Config, models.SurgeryMamba2ForCausalLM
         return models.Mamba2Config, models.Mamba2ForCausalLM
-
-    def _refusal(self, config: Any) -> str | None:
-        from surgery.models.configuration import Swap
-        from surgery.models.mamba2 import refusal
-
-        Swap.of(config)
-        return refusal(config)
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         return super().claims(config) and not is_fla(config)
@@ -59,15 +65,6 @@ class Mamba2Adapter(HostAdapter):
                 "mamba2: give the checkpoint as its library wrote it"
             )
         return None
-
-    def geometry(self, config: Mapping[str, Any], layer: int) -> MemoryGeometry:
-        from surgery.models.mamba2 import geometry
-
-        return geometry(self.parse(config))
-
-    def _limit_step(self, step: Tensor, config: Mapping[str, Any]) -> Tensor:
-        low, high = decode_floats(list(config.get("time_step_limit", (0.0, float("inf")))))
-        return step.clamp(low, high)
 
     def _upstream(self) -> type:
         from transformers import Mamba2ForCausalLM

@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from surgery.errors import UsageError
-from surgery.hosts.base import HostAdapter, decode_floats
-from surgery.memory.base import MemoryGeometry
+from surgery.hosts.mamba2 import Mamba2Layout
 
 # in a configuration that tensors completed: what it said before, of the keys that then changed
 COMPLETED = "completed"
 
 
-class MambaSSMAdapter(HostAdapter):
+class MambaSSMAdapter(Mamba2Layout):
     """Mamba-2 in the layout of its authors' library."""
 
     name = "mamba_ssm"
     base_type = None
-    backbone_prefix = "backbone."
-    mixer_name = "mixer"
     title = "Mamba-2, its authors' layout"
     checkpoints = ("state-spaces/mamba2-2.7b",)
     note = "not with attention or MLPs beside the mixers (`state-spaces/mamba2attn-2.7b`)"
-    style = "additive"
 
     def claims(self, config: Mapping[str, Any]) -> bool:
         if config.get("model_type"):
@@ -70,23 +64,8 @@ class MambaSSMAdapter(HostAdapter):
             return models.SurgeryMambaSSMConfig, models.SurgeryMambaSSMForCausalLM
         return models.MambaSSMConfig, models.MambaSSMForCausalLM
 
-    def _refusal(self, config: Any) -> str | None:
-        from surgery.models.configuration import Swap
-        from surgery.models.mamba_ssm import refusal
-
-        Swap.of(config)
-        return refusal(config)
-
-    def geometry(self, config: Mapping[str, Any], layer: int) -> MemoryGeometry:
-        from surgery.models.mamba2 import geometry
-
-        return geometry(self.parse(config))
-
     def ties(self, config: Mapping[str, Any]) -> dict[str, str]:
         return {"lm_head.weight": "backbone.embedding.weight"} if config.get("tie_embeddings", True) else {}
-
-    def _limit_step(self, step: Tensor, config: Mapping[str, Any]) -> Tensor:
-        return step.clamp(*decode_floats(list(config["ssm_cfg"].get("dt_limit") or (0.0, float("inf")))))
 
     def _upstream(self) -> type:
         raise UsageError("mamba_ssm: its own implementation needs a GPU and is not called; load the model as a graft")

@@ -156,12 +156,13 @@ class GatedDeltaNetForCausalLM(GraftedCausalLM):
     base_model_prefix = "model"
     _no_split_modules = ("GatedDeltaNetBlock",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+    refusal = staticmethod(refusal)
     # a skip weight that early checkpoints carry and no forward pass ever read; frequencies that follow from rope_theta
     _keys_to_ignore_on_load_unexpected = [r"\.attn\.D$", r"\.attn\.rotary\.inv_freq$"]  # noqa: RUF012
 
     def __init__(self, config: GatedDeltaNetConfig) -> None:
         super().__init__(config)
-        reason = refusal(config)
+        reason = self.refusal(config)
         if reason is not None:
             raise ValueError(reason)
         self.model = GatedDeltaNetBackbone(config)

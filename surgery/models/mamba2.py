@@ -115,6 +115,7 @@ class Mamba2ForCausalLM(GraftedCausalLM):
     _no_split_modules = ("Mamba2Block",)
     _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
     backbone_class: ClassVar[type[Backbone]] = Mamba2Backbone
+    refusal = staticmethod(refusal)
 
     def __init__(self, config: Mamba2Config) -> None:
         super().__init__(config)
@@ -124,11 +125,6 @@ class Mamba2ForCausalLM(GraftedCausalLM):
         self.backbone = self.backbone_class(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.finish()
-
-    @staticmethod
-    def refusal(config: Any) -> str | None:
-        """Why a configuration cannot be run, or None."""
-        return refusal(config)
 
     def _init_graft(self, graft: Mamba2Graft) -> None:
         config = self.config
