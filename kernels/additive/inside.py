@@ -15,12 +15,13 @@ from .. import chunks as chunked
 
 # whether the kernels run unasked: not before their tests have passed on a GPU
 BY_DEFAULT = False
+MAX_KEY, MAX_VALUE = 128, 128  # a program of the kernels holds all of a key and of a value
 
 
 def fused(k: Tensor, v: Tensor) -> bool:
     """Whether the operators are to take such keys and values, and not the functions in torch."""
     half = k.dtype in (torch.bfloat16, torch.float16)
-    return half and k.shape[-1] <= 128 and v.shape[-1] <= 128 and chunked.fused(k, BY_DEFAULT)
+    return half and k.shape[-1] <= MAX_KEY and v.shape[-1] <= MAX_VALUE and chunked.fused(k, BY_DEFAULT)
 
 
 @torch.library.custom_op("surgery::additive_output", mutates_args=(), device_types="cuda")

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# the widest keys and values of which a program holds all at once
-MAX_KEY, MAX_VALUE = 128, 128
 # enough programs to fill a large GPU
 PROGRAMS = 512
 

@@ -73,16 +73,16 @@ def delta_in(
     per_group = (groups, heads // groups)
     within = decays.within.unflatten(2, per_group)
     # the system is solved for in float32, whatever the other products' operands are
-    overlaps = product("bngsk,bngtk->bngst", keys, keys)
-    coupling = (within * overlaps[:, :, :, None]).flatten(2, 3).mT.tril(-1)
+    alike = product("bngsk,bngtk->bngst", keys, keys)
+    coupling = (within * alike[:, :, :, None]).flatten(2, 3).mT.tril(-1)
     solve = unit_lower_inverse(step[..., None] * coupling) * step[..., None, :]  # T
     memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=v.device) if state is None else state
     met, corrections, memory = delta_states(
         solve.to(operands), v, k.to(operands), decays.from_start, decays.to_end, decays.whole, memory.to(dtype)
     )
     before = product("bngck,bngrkv->bngrcv", queries.to(operands), met.unflatten(2, per_group)).flatten(2, 3)
-    overlaps = product("bngsk,bngtk->bngst", keys, queries)
-    scores = (within * overlaps[:, :, :, None]).flatten(2, 3).to(operands)
+    asked = product("bngsk,bngtk->bngst", keys, queries)
+    scores = (within * asked[:, :, :, None]).flatten(2, 3).to(operands)
     o = product("bnhst,bnhsv->bnhtv", scores, corrections) + decays.from_start[..., None] * before
     return o.transpose(2, 3).flatten(1, 2)[:, :tokens].to(out_dtype), memory
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..chunks import fused
 
+MAX_KEY = 256  # a program of the kernels holds all rows of a state's columns
+
 
 @torch.library.custom_op("surgery::delta_states", mutates_args=())
 def _forward(
@@ -72,7 +74,7 @@ def _(solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal):
 
 
 def _fused(k: Tensor) -> bool:
-    return fused(k, by_default=True) and k.shape[-1] <= 256
+    return fused(k, by_default=True) and k.shape[-1] <= MAX_KEY
 
 
 def _by_head(k: Tensor, v: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _options(k: Tensor, heads: int, value_dim: int) -> tuple[tuple[int, int], di
 def scan(
     solve: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :func:`surgery.kernels.delta.states.delta_states`; C a power of two from 16, K at most 256."""
+    """See :func:`surgery.kernels.delta.states.delta_states`; C a power of two from 16, K at most its ``MAX_KEY``."""
     solve, v, k, from_start, to_end, whole, start = _contiguous(solve, v, k, from_start, to_end, whole, start)
     batch, chunks, length, groups, key_dim = k.shape
     heads, value_dim = v.shape[3:]
