@@ -100,6 +100,14 @@ class Contract:
             error = relative(gradients[name], value)
             assert error < TOLERANCE[dtype], (f"gradient of {name}", error)
 
+    def is_kept(self, form) -> None:
+        """All of it, at lengths within a chunk, of a chunk, and across several."""
+        self.carries_its_state(form, 100, 37)
+        self.keeps_documents_apart(form, (1, 63, 7, 64))
+        self.ignores_padding(form, 70, 9)
+        self.is_causal(form, 70)
+        self.computes_in_float32(form, 70)
+
     def carries_its_state(self, form, tokens: int, cut: int) -> None:
         """Two calls with the state handed over equal one, gradients included."""
         arguments = self.problem(tokens)
