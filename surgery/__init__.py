@@ -1,4 +1,5 @@
-"""Model surgery: swap the memory of Mamba2 and Gated DeltaNet layers in pretrained language models.
+"""Model surgery: swap the memory of Mamba2, Gated DeltaNet and Kimi Delta Attention layers in pretrained
+language models.
 
 Importing this package makes ``AutoConfig`` and ``AutoModelForCausalLM`` know the ``surgery_*`` model types without
 importing transformers: see :mod:`surgery.registration`.

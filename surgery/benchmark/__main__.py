@@ -24,6 +24,7 @@ EXAMPLES = """examples:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure the rows that are named; returns the exit status, 1 where there is no CUDA device."""
     parser = argparse.ArgumentParser(
         prog="python -m surgery.benchmark", description=__doc__, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -97,6 +98,7 @@ def work(names: list[str]) -> int:
 
 
 def line(name: str, result: dict[str, Any]) -> str:
+    """A row's figures as one line of text."""
     if "failed" in result:
         return f"{name:<44} failed: {result['failed']}"
     text = f"{name:<44}{result['ms']:>10.2f} ms{result['peak_mib']:>9.0f} MiB"

@@ -20,6 +20,7 @@ DOCUMENT = 700  # tokens between two document starts in the batches
 
 
 def median(run: Callable[[], Any], count: int) -> float:
+    """Milliseconds of ``run``, the median of ``count`` calls; the peak of memory is counted from the first of them."""
     for _ in range(WARMUP):
         run()
     torch.cuda.synchronize()
@@ -36,10 +37,12 @@ def median(run: Callable[[], Any], count: int) -> float:
 
 
 def peak() -> float:
+    """MiB."""
     return torch.cuda.max_memory_allocated() / 2**20
 
 
 def resets(batch: int, tokens: int) -> Tensor:
+    """[batch, tokens] bool, True where a document starts."""
     return (torch.arange(tokens, device=models.DEVICE) % DOCUMENT == 0).expand(batch, -1).contiguous()
 
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
+    """What is measured, by the name of a function in :mod:`surgery.benchmark.measures`, and its arguments."""
+
     group: str
     measure: str
     arguments: dict[str, Any]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
-FORGET = 1 << 28
+FORGET = 1 << 28  # bytes written between two times that the pickle's pages are let go
 DONTNEED = 4  # madvise's
 RECORD = "converted.json"  # beside the converted weights: where they come from
 _allowed: ContextVar[bool] = ContextVar("allow_pickle", default=False)

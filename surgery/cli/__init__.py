@@ -26,7 +26,7 @@ COMMANDS: tuple[str, ...] = (
 
 app = typer.Typer(
     name="surgery",
-    help="Swap the memory of Mamba2 and Gated DeltaNet layers in pretrained language models.",
+    help="Swap the memory of Mamba2, Gated DeltaNet and Kimi Delta Attention layers in pretrained language models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -1,4 +1,4 @@
-"""What both grafts share: the causal convolution, padding, packing, the cache, float32 gates.
+"""What all grafts share: the causal convolution, padding, packing, the cache, float32 gates.
 
 Shapes: B batch, T tokens, D hidden, C convolution channels, W convolution width; the rest as in
 :mod:`surgery.memory.base`.

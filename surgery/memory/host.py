@@ -13,8 +13,8 @@ from .base import MemoryInputs, MemoryRule
 
 
 class HostMemory(MemoryRule):
-    """The additive rule on a Mamba2 host, the gated delta rule on a Gated DeltaNet host. It adds no parameters, and its
-    dose changes nothing.
+    """The additive rule on a Mamba2 host, the gated delta rule on a delta host, there with one decay a head or one for
+    each key channel. It adds no parameters, and its dose changes nothing.
 
     State: M, [B, H, V, K] additive, [B, H, K, V] delta.
     """

@@ -90,8 +90,14 @@ class Sight:
     starts: Tensor | None
 
     @classmethod
-    def of(cls, tokens: int, attention_mask: Tensor | None, cache_layer: Any, reset: Tensor | None, device: Any):
-        """From a call's arguments and one attention layer of its cache (None without a cache)."""
+    def of(
+        cls, tokens: int, attention_mask: Tensor | None, cache_layer: Any, reset: Tensor | None, device: Any
+    ) -> Sight:
+        """From a call's arguments and one attention layer of its cache (None without a cache).
+
+        Args:
+            tokens: T. attention_mask: [B, S], 0 on padding, or [B, T] of this call's tokens alone. reset: [B, T] bool.
+        """
         past = cache_layer.get_seq_length() if cache_layer is not None else 0
         before = getattr(cache_layer, "document_start", None) if past else None
         index = torch.arange(past, past + tokens, device=device)[None]

@@ -43,6 +43,8 @@ class FlaMamba2Block(mamba2.Mamba2Block):
 
 
 class FlaMamba2Backbone(mamba2.Mamba2Backbone):
+    """The same names as in transformers' layout."""
+
     embeddings_first = True
     block = FlaMamba2Block
 

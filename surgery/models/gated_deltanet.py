@@ -122,6 +122,8 @@ class GatedDeltaNetBlock(GradientCheckpointingLayer):
 
 
 class GatedDeltaNetBackbone(Backbone):
+    """Embeddings, :class:`GatedDeltaNetBlock` and ``norm``."""
+
     norm_name = "norm"
 
     def __init__(self, config: GatedDeltaNetConfig) -> None:

@@ -89,6 +89,8 @@ class Mamba2Block(GradientCheckpointingLayer):
 
 
 class Mamba2Backbone(Backbone):
+    """Embeddings, :class:`Mamba2Block` and ``norm_f``."""
+
     embeddings_first = False
     norm_name = "norm_f"
     embeddings_name = "embeddings"

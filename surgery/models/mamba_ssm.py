@@ -37,6 +37,8 @@ def refusal(config: MambaSSMConfig) -> str | None:
 
 
 class MambaSSMBlock(mamba2.Mamba2Block):
+    """x + mixer(norm(x)), as in transformers' layout."""
+
     @staticmethod
     def layout(config: MambaSSMConfig) -> dict[str, Any]:
         return {
@@ -48,6 +50,8 @@ class MambaSSMBlock(mamba2.Mamba2Block):
 
 
 class MambaSSMBackbone(mamba2.Mamba2Backbone):
+    """The embeddings are called ``embedding``."""
+
     embeddings_name = "embedding"
     block = MambaSSMBlock
 
