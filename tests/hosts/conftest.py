@@ -26,7 +26,7 @@ CLASSES = {"mamba2": Mamba2ForCausalLM, "gated_deltanet": GatedDeltaNetForCausal
 
 
 def _module(name: str, file: str):
-    """A helper beside the tests, under a name of its own: test files are imported without a package."""
+    """A file beside the tests as a module, under a name of its own: test files are imported without a package."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / file)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
