@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from surgery.checkpoint.staging import check_file
 from surgery.errors import UsageError
 from surgery.kernels import dispatch
 
@@ -138,11 +139,10 @@ def plot(result: Collision, path: str | Path) -> None:
     """Draw the probability of B after every write, one curve a rule, the phases marked.
 
     Raises:
-        UsageError: the directory does not exist, or matplotlib writes no such format.
+        UsageError: no file can be written there, or matplotlib writes no such format.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: the directory {path.parent} does not exist; create it first")
+    check_file(path, "--plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")

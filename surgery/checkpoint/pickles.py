@@ -236,6 +236,8 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             f"{file}: holds more than tensors, and is not read{': ' + ' '.join(reason.split())[:160] if reason else ''}"
             "\n  it may be damaged, or hold code: get the weights as safetensors, or from a source you trust"
         ) from None
+    except PermissionError:
+        raise  # it names the file, and is no damage
     except (RuntimeError, EOFError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise UsageError(f"{file}: truncated or damaged ({reason})\n  download this file again") from None

@@ -43,6 +43,24 @@ def check_output(directory: Path) -> Path:
     return directory
 
 
+def check_file(path: Path, option: str) -> None:
+    """Refuse a place where no file can be written, before any work.
+
+    Args:
+        option: the command line's that named it, for the message.
+
+    Raises:
+        UsageError: its directory is not there or cannot be written, or it is a directory itself.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: the directory {path.parent} does not exist; create it first")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a directory; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {path}: cannot be written; name another place")
+
+
 def check_space(directory: Path, needed: int) -> None:
     """Refuse to start a write of ``needed`` bytes that the disk cannot take.
 
@@ -83,7 +101,7 @@ def staged_directory(final: Path, needed: int = 0) -> Iterator[Path]:
 
     Raises:
         UsageError: ``final`` is not free.
-        JobError: the disk is full.
+        JobError: the disk is full, or refuses a file.
     """
     final = check_output(final)
     check_space(final, needed)
@@ -107,6 +125,8 @@ def staged_directory(final: Path, needed: int = 0) -> Iterator[Path]:
                 directory.rmdir()
         if _is_full(error):
             raise no_space(final) from error
+        if isinstance(error, OSError) and error.filename is None:  # of an open file: a quota, a broken disk
+            raise JobError(f"{final}: cannot be written or what it is made of read: {error.strerror}") from error
         raise
     finally:
         if lock is not None:

@@ -76,5 +76,8 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {error}\nrun again with --debug for the traceback", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename is not None:  # says all there is to know
+            print(f"error: {error.filename}: {error.strerror}\n  check this place and its rights", file=sys.stderr)
+        else:
+            print(f"error: {type(error).__name__}: {error}\nrun again with --debug for the traceback", file=sys.stderr)
         sys.exit(1)

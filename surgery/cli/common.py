@@ -14,9 +14,24 @@ from surgery.results import json_text
 out = Console()  # results
 err = Console(stderr=True)  # progress and remarks
 
+
+def _check_json(value: str | None) -> str | None:
+    """Found before any work: a place where no file can be written."""
+    if value not in (None, "-"):
+        from surgery.checkpoint.staging import check_file
+
+        check_file(Path(value), "--json")
+    return value
+
+
 JsonOption = Annotated[
     str | None,
-    typer.Option("--json", metavar="PATH|-", help="Write the result as JSON to a file, or alone to stdout with '-'."),
+    typer.Option(
+        "--json",
+        metavar="PATH|-",
+        callback=_check_json,
+        help="Write the result as JSON to a file, or alone to stdout with '-'.",
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")]
 
@@ -55,16 +70,6 @@ def pick_device(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def check_json(target: str | None) -> None:
-    """Refuse a place where no JSON can be written, before any work.
-
-    Raises:
-        UsageError: the directory does not exist.
-    """
-    if target not in (None, "-") and not Path(target).parent.is_dir():
-        raise UsageError(f"--json {target}: the directory {Path(target).parent} does not exist; create it first")
-
-
 def write_json(result: Any, target: str | None) -> bool:
     """Write ``result`` to ``target``; returns whether stdout was taken (so that tables stay away from it)."""
     if target is None:
@@ -73,6 +78,5 @@ def write_json(result: Any, target: str | None) -> bool:
     if target == "-":
         print(text)
         return True
-    check_json(target)
     Path(target).write_text(text + "\n", encoding="utf-8")
     return False

@@ -50,7 +50,7 @@ def evaluate(
       surgery eval runs/demo-palimpsa --baseline bundled:tiny-mamba2 --plot eval.png
       surgery eval ./my-model --text book.txt --tokens all --recall-lengths none --json -
     """
-    from surgery.cli.common import check_json, err, out, pick_device, write_json
+    from surgery.cli.common import err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.loading import locate
@@ -58,7 +58,6 @@ def evaluate(
     from surgery.evaluation.report import RecallPlan, evaluate
     from surgery.evaluation.text import load_text
 
-    check_json(json_target)
     limit = None if tokens == "all" else count_option("--tokens", tokens)
     window = None if context is None else count_option("--context", context)
     lengths = _lengths(recall_lengths)

@@ -47,14 +47,13 @@ def export(
     from rich.markup import escape
     from rich.table import Table
 
-    from surgery.cli.common import check_json, err, out, pick_device, write_json
+    from surgery.cli.common import err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.recipe.sizes import format_bytes, parse_bytes
 
     if output is None:
         raise UsageError("--output is missing; name the directory to write")
-    check_json(json_target)
     size = None
     if shard_size is not None:
         try:

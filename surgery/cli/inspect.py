@@ -74,7 +74,7 @@ def inspect(
       surgery inspect bundled:tiny-mamba2 --probe palimpsa --tokens 4k
       surgery inspect ./larger-than-memory --offload --tokens 8k
     """
-    from surgery.cli.common import check_json, err, out, pick_device, write_json
+    from surgery.cli.common import err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.plots import check_plot_path
@@ -85,7 +85,6 @@ def inspect(
     from surgery.inspection.plots import plot_horizons
 
     check_metric(metric)
-    check_json(json_target)
     limit = count_option("--tokens", tokens)
     if static and text is not None:
         raise UsageError("--static reads no text; leave out --text, or --static")

@@ -35,13 +35,12 @@ def revert(
     """
     from rich.markup import escape
 
-    from surgery.cli.common import check_json, err, out, write_json
+    from surgery.cli.common import err, out, write_json
     from surgery.errors import UsageError
     from surgery.revert import revert as operate
 
     if output is None:
         raise UsageError("--output is missing; name the directory to write")
-    check_json(json_target)
     done = operate(model, output, None if layers is None else _numbers(layers))
     if done.identical is not True:
         err.print(f"[yellow]note:[/yellow] {escape(done.sentence())}", highlight=False, soft_wrap=True)

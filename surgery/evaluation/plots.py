@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.staging import check_file
 from surgery.errors import UsageError
 
 MODEL_COLOUR, BASELINE_COLOUR = "#0b6e99", "#9a9a9a"
@@ -36,11 +37,10 @@ def check_plot_path(path: str | Path) -> None:
     """Refuse a place where no picture can be written, before any work.
 
     Raises:
-        UsageError: no such directory, or a suffix that is no picture's.
+        UsageError: no file can be written there, or a suffix that is no picture's.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: the directory {path.parent} does not exist; create it first")
+    check_file(path, "--plot")
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise UsageError(f"--plot {path}: the name must end in .png, .pdf or .svg")
 

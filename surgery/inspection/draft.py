@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.staging import check_file
 from surgery.errors import UsageError
 from surgery.inspection.horizon import ranked
 from surgery.inspection.measure import Inspection
@@ -127,12 +128,11 @@ def check_recipe_path(path: Path) -> None:
     """Refuse a place where no new recipe can be written, before any work.
 
     Raises:
-        UsageError: the file exists, or its directory does not, or its name is not a recipe's.
+        UsageError: the file exists, or cannot be written there, or its name is not a recipe's.
     """
     if path.exists():
         raise UsageError(f"--recipe {path}: exists already, and is not overwritten; name another file")
-    if not path.parent.is_dir():
-        raise UsageError(f"--recipe {path}: the directory {path.parent} does not exist; create it first")
+    check_file(path, "--recipe")
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--recipe {path}: the name must end in .yaml")
 

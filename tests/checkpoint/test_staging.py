@@ -210,3 +210,9 @@ def test_manifest_of_another_kind(change, words, tmp_path):
 def test_no_manifest(tmp_path):
     with pytest.raises(UsageError, match="holds no run"):
         read_manifest(tmp_path)
+
+
+def test_a_file_that_the_disk_refuses_is_told_by_the_output(tmp_path):
+    with pytest.raises(JobError, match="File too large") as caught, staged_directory(tmp_path / "out"):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))  # as writing into an open file raises it
+    assert str(tmp_path / "out") in str(caught.value) and not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -41,3 +42,25 @@ def test_help_does_not_import_torch():
 def test_an_unknown_command_is_usage():
     result = run("inspct")
     assert result.returncode == 2 and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "recipes"])
+def test_a_place_for_json_is_checked_before_any_work(command, surgery, tmp_path):
+    words = {"reproduce": ["collision"]}.get(command, ["demo-bayesian"])
+    if command in ("hosts", "check", "demo"):
+        words = []
+    outputs = {"apply": ["--output", tmp_path / "out"], "export": ["--output", tmp_path / "out"]}.get(command, [])
+    for target, reason in ((tmp_path / "absent" / "x.json", "does not exist"), (tmp_path, "is a directory")):
+        result = surgery(command, *words, *outputs, "--json", target)
+        assert result.code == 2 and f"--json {target}" in result.err and reason in result.err, result.err
+        assert len(result.err.strip().splitlines()) == 1 and not result.out
+
+
+def test_the_systems_errors_name_the_place(surgery, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "x.safetensors"))
+
+    monkeypatch.setattr("surgery.hosts.resolve", refuse)
+    result = surgery("inspect", tmp_path, "--static")
+    first, *rest = result.err.strip().splitlines()
+    assert result.code == 1 and first == f"error: {tmp_path / 'x.safetensors'}: Permission denied" and len(rest) == 1
