@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 
@@ -96,6 +97,15 @@ class Result:
     def json(self):
         return json.loads(self.out)
 
+    def refused(self, code, *words):
+        """The command ended with ``code`` and one short error that holds ``words``."""
+        assert self.code == code, self.err
+        assert len(self.err.splitlines()) <= 5, self.err
+        assert self.err.startswith("error: "), self.err
+        assert "Traceback" not in self.err
+        for word in words:
+            assert str(word) in self.err, self.err
+
 
 @pytest.fixture
 def surgery(capsys, monkeypatch):
@@ -126,5 +136,23 @@ def write_recipe(tmp_path):
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
         return path
+
+    return write
+
+
+@pytest.fixture
+def base(bases, tmp_path):
+    """A private copy of a base, to be damaged."""
+
+    def copy(family="mamba2"):
+        return shutil.copytree(bases[family], tmp_path / "base")
+
+    return copy
+
+
+@pytest.fixture
+def recipe_for(write_recipe):
+    def write(model, rule="palimpsa", layers="[1, 3]", more=""):
+        return write_recipe(f"model: {model}\nlayers: {layers}\nmemory: {{rule: {rule}}}\n{more}")
 
     return write
