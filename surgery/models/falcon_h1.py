@@ -49,6 +49,13 @@ class FalconH1Graft(Mamba2Graft):
         sizes = (self.inner, self.inner, self.keys, self.keys, self.geometry.num_heads)
         return torch.cat([torch.full((1, 1, n), s) for n, s in zip(sizes, self.row_scales, strict=True)], dim=-1)
 
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if not self.mup_vector.is_meta:  # cast up, it would keep the roundings of the dtype that it comes from
+            with torch.no_grad():
+                self.mup_vector.copy_(self.scales())
+        return self
+
     def _rows(self, hidden: Tensor) -> Tensor:
         return self.in_proj(hidden * self.input_scale) * self.mup_vector
 

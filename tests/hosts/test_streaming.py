@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from surgery import hosts
@@ -41,6 +45,22 @@ def test_streamed_equals_whole(case_base, adapter, text):
             assert held(streamed) == 0
     assert len(inside) == 2 * len(adapter.mixers(whole))
     assert min(inside) > 0 and max(inside) <= largest
+
+
+def test_half_precision_streams_as_it_loads(case_base, adapter, text, tmp_path):
+    """Computed in float32, everything that the weights do not hold is in float32 too."""
+    for path in case_base.iterdir():
+        if path.suffix == ".json":
+            shutil.copy(path, tmp_path)
+    config = json.loads((case_base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    tensors = load_file(case_base / "model.safetensors")
+    halves = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(halves, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    whole = adapter.load(tmp_path, dtype=torch.float32)
+    streamed = load_streamed(adapter, tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(streamed(text).logits, whole(text).logits)
 
 
 def test_a_mixer_alone_is_streamed(case_base, adapter, text):
