@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -100,6 +101,14 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+
+
+def write_recipe(directory: Path, base: Path, layers: Iterable[int], rule: str = "bayesian", **sections: Any) -> Path:
+    """A recipe file in a directory; returns its path."""
+    path = directory / "recipe.yaml"
+    document = {"model": str(base), "layers": list(layers), "memory": {"rule": rule}, **sections}
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return path
 
 
 def raw_tensors(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -150,3 +150,7 @@ CASES = [
     nemotron("experts", floor=0.2),
     nemotron("bias", pattern="M-M*-M", use_bias=True, use_conv_bias=False),
 ]  # fmt: skip
+
+# one of each family: with experts, a tied head, a limit of dt or multipliers where it has them
+CHOSEN = ("bamba-plain", "granitemoehybrid-experts", "zamba2-adapters", "falcon_h1-norm-first", "nemotron_h-experts")
+BY_NAME = {case.name: case for case in CASES}

@@ -53,20 +53,23 @@ def cases():
 
 
 @pytest.fixture(scope="session")
-def case_bases():
-    """Case name -> its base's directory, filled as it is asked for."""
-    return {}
+def base_of(tmp_path_factory):
+    """Case -> the directory of its base with a tokenizer, written once; shared, so not to be changed."""
+    written = {}
+
+    def directory_of(case):
+        if case.name not in written:
+            written[case.name] = tmp_path_factory.mktemp("case")
+            case.write(written[case.name])
+            battery.write_tokenizer(written[case.name])
+        return written[case.name]
+
+    return directory_of
 
 
 @pytest.fixture
-def case_base(case, case_bases, tmp_path_factory):
-    """The case's base checkpoint with a tokenizer; shared, so not to be changed."""
-    if case.name not in case_bases:
-        directory = tmp_path_factory.mktemp("case")
-        case.write(directory)
-        battery.write_tokenizer(directory)
-        case_bases[case.name] = directory
-    return case_bases[case.name]
+def case_base(case, base_of):
+    return base_of(case)
 
 
 @pytest.fixture(scope="session", params=["mamba2", "gated_deltanet"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts_battery import apart, raw_tensors, write_tokenizer
+from hosts_battery import apart, raw_tensors
 from hosts_case_hybrids_delta import CASES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -44,14 +44,8 @@ def one(request):
 
 
 @pytest.fixture
-def base(one, case_bases, tmp_path_factory):
-    """A case's base with a tokenizer; shared with the battery, so not to be changed."""
-    if one.name not in case_bases:
-        directory = tmp_path_factory.mktemp("case")
-        one.write(directory)
-        write_tokenizer(directory)
-        case_bases[one.name] = directory
-    return case_bases[one.name]
+def base(one, base_of):
+    return base_of(one)
 
 
 @pytest.fixture

@@ -37,14 +37,8 @@ def test_a_case_is_what_its_host_s_row_says(case, case_base):
                 assert create(rule, geometry).exact_limit == (rule in case.exact)
 
 
-def test_every_family_is_asked_the_battery(cases, case_bases, tmp_path):
-    found = set()
-    for name, case in cases.items():
-        directory = case_bases.get(name) or tmp_path / name
-        if not directory.exists():
-            directory.mkdir()
-            case.write(directory)
-        found.add(hosts.adapter_for(hosts.read_config(directory)).name)
+def test_every_family_is_asked_the_battery(cases, base_of):
+    found = {hosts.adapter_for(hosts.read_config(base_of(case))).name for case in cases.values()}
     assert found == {adapter.name for adapter in hosts.ADAPTERS}
 
 
