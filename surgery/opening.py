@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
-from surgery.errors import UsageError
+from surgery.errors import JobError, UsageError
 from surgery.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def open_base(
         checkpoint = open_checkpoint(directory)
         adapter = adapter_for(checkpoint.config)
         check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)
+        check_names(checkpoint, adapter)
         check_tokenizer(checkpoint)
     return checkpoint, adapter
 
@@ -49,19 +50,18 @@ def swappable(checkpoint: Checkpoint, adapter: HostAdapter) -> list[int]:
     return [layer for layer in adapter.mixer_layers(checkpoint.config) if layer not in before]
 
 
-def check_mixers(recipe: Recipe, checkpoint: Checkpoint, adapter: HostAdapter, layers: Sequence[int]) -> None:
-    """Refuse tensors inside a swapped mixer that the host's family does not know: they would be lost in silence."""
-    expected = adapter.expected_tensors(checkpoint.config)
-    prefixes = tuple(adapter.tensor_prefix(checkpoint.config, layer) for layer in layers)
-    own = [name for name in checkpoint.tensors if name.startswith(prefixes)]
-    unknown = [name for name in own if name not in expected and not adapter.is_unused(name)]
-    if unknown:
-        shown = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-        with recipe.at(("model",)):
-            raise UsageError(
-                f"{checkpoint.directory}: {adapter.name} has no use for {shown}\n"
-                "  the checkpoint is of another architecture than its config.json says"
-            )
+def check_names(checkpoint: Checkpoint, adapter: HostAdapter) -> None:
+    """Refuse a checkpoint that lacks a tensor of the model's, or holds one that the model has no place for.
+
+    The model is loaded on the meta device: transformers goes through all names, renames and shapes, and reads no byte.
+
+    Raises:
+        UsageError: naming the tensors.
+    """
+    try:
+        adapter.load(checkpoint.directory, placement={"device_map": "meta"})
+    except JobError as error:
+        raise UsageError(f"{error}\n  config.json and the weights do not belong together") from None
 
 
 def check_tokenizer(checkpoint: Checkpoint) -> None:

@@ -16,7 +16,7 @@ from surgery.checkpoint.fitting import RUNTIME_BYTES, model_bytes, streamed_byte
 from surgery.checkpoint.reading import DTYPE_NAMES, Checkpoint, TensorEntry
 from surgery.checkpoint.writing import companions
 from surgery.layers import Measure, resolve_layers
-from surgery.opening import check_mixers, open_base, swappable, swapped_before
+from surgery.opening import open_base, swappable, swapped_before
 from surgery.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -160,7 +160,6 @@ def make_plan(
     """
     checkpoint, adapter = open_base(recipe, offline=offline, base=base)
     layers, horizons = resolve_layers(recipe, swappable(checkpoint, adapter), checkpoint, measure)
-    check_mixers(recipe, checkpoint, adapter, layers)
     options, added, exact_limit = plan_memory(recipe, checkpoint, adapter, layers)
     dose = 1.0 if recipe.memory.start == "paper" else 0.0
     prefixes = tuple(adapter.tensor_prefix(checkpoint.config, layer) for layer in layers)

@@ -8,7 +8,7 @@ from typing import Any
 from surgery.checkpoint.reading import Checkpoint
 from surgery.errors import UsageError
 from surgery.layers import ranges, resolve_layers
-from surgery.opening import check_mixers, open_base, swappable
+from surgery.opening import open_base, swappable
 from surgery.plan import plan_memory
 from surgery.recipe import LayerChoice, Recipe, format_count
 from surgery.recipe.document import KeyPath
@@ -78,7 +78,6 @@ def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
     # a choice by N_t is made when the model runs; whether it can be made is known now
     figures = {metric: dict.fromkeys(available, 0.0) for metric in METRICS}
     layers, _ = resolve_layers(recipe, available, checkpoint, measure=lambda *_: figures)
-    check_mixers(recipe, checkpoint, adapter, available if measured else layers)
     plan_memory(recipe, checkpoint, adapter, layers)
     parameters = f"{sum(entry.numel for entry in checkpoint.tensors.values()):,}"
     chosen = recipe.layers_text if measured else ranges(layers)

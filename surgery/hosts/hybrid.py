@@ -70,7 +70,7 @@ class HybridAdapter(HostAdapter):
 
     def expected_tensors(self, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the mixers. What else a hybrid holds is named in several ways on disk, and
-        passes through the operation untouched; that it is complete shows when the model is loaded."""
+        passes through the operation untouched; :func:`surgery.opening.check_names` looks whether it is complete."""
         from surgery.models.common import layer_memory
         from surgery.models.configuration import Swap
 

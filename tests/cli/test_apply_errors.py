@@ -96,7 +96,7 @@ def pickled(base):
     wrong_base("mamba2", wrong_shape, "layers.2.mixer.in_proj.weight", "[5, 6]", "implies"),
     wrong_base("mamba2", wrong_dtype, "layers.2.mixer.D", "I8", "unquantised"),
     wrong_base("mamba2", missing_tensor, "layers.2.mixer.D", "missing"),
-    wrong_base("mamba2", unknown_tensor, "layers.3.mixer.gate.weight", "no use"),
+    wrong_base("mamba2", unknown_tensor, "unexpected tensors", "layers.3.mixer.gate.weight"),
     wrong_base("mamba2", large_tokenizer, "token 260", "vocab_size 260", "another model"),
     wrong_base("mamba2", broken_tokenizer, "tokenizer.json", "not a tokenizer"),
     wrong_base("mamba2", pickled, "pytorch_model.bin", "run code"),

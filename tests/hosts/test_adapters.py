@@ -14,6 +14,7 @@ from surgery import hosts
 from surgery.checkpoint.reading import open_checkpoint
 from surgery.errors import JobError, UsageError
 from surgery.memory import create
+from surgery.opening import check_names
 
 
 @pytest.fixture
@@ -283,3 +284,27 @@ def test_resolve_finds_bundled_models(bases, tmp_path, monkeypatch):
     assert hosts.resolve("bundled:tiny") == tmp_path / "tiny"
     with pytest.raises(UsageError, match="there are: bundled:tiny"):
         hosts.resolve("bundled:huge")
+
+
+def test_all_names_are_checked_from_the_headers(case, case_base, tmp_path):
+    """Not of the mixers alone, which a swap touches: a model that cannot be loaded is not worth swapping."""
+
+    def needed(name):
+        mixers = tuple(adapter.tensor_prefix(config, layer) for layer in case.layers)
+        either = [one for tie in adapter.ties(config).items() for one in tie]  # of two tied tensors one is enough
+        return not adapter.is_unused(name) and name not in either and not name.startswith(mixers)
+
+    adapter = hosts.adapter_for(hosts.read_config(case_base))
+    config = open_checkpoint(case_base).config
+    check_names(open_checkpoint(case_base), adapter)
+    spoilt = shutil.copytree(case_base, tmp_path / "spoilt")
+    used = [name for name in load_file(spoilt / "model.safetensors") if needed(name) and "visual" not in name]
+    gone = used[torch.randint(len(used), ()).item()]
+    rewrite(spoilt, lambda tensors: tensors.pop(gone))
+    # of stacked experts the stack is too short, or transformers says that it cannot stack them
+    with pytest.raises(UsageError, match=r"missing tensors|wrong shapes: .*experts|cannot be loaded: .*conversion"):
+        check_names(open_checkpoint(spoilt), adapter)
+    shutil.copy(case_base / "model.safetensors", spoilt)
+    rewrite(spoilt, lambda tensors: tensors.update(strange=torch.ones(2)))
+    with pytest.raises(UsageError, match="unexpected tensors: strange"):
+        check_names(open_checkpoint(spoilt), adapter)
