@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 # what a model needs beside its weights, and what its licence asks to travel along
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "*.tiktoken", "tokenizer.model.v*",
-    "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json",
-    "preprocessor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*",
+    "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tokenizer.model.v*", "chat_template.json",
+    "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json", "processor_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*",
 )  # fmt: skip
 
 

@@ -81,6 +81,8 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception:  # a model type that the Auto classes do not know; the file says enough
             if not (path / "tokenizer.json").is_file():
+                if not any(path.glob("*.model")) and not any(path.glob("vocab.*")):
+                    raise ValueError("no tokenizer files") from None
                 raise
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         if not tokenizer.encode("text", add_special_tokens=False):

@@ -15,7 +15,12 @@ from pathlib import Path
 from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
 from surgery.errors import UsageError
 
-FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*")  # weights, tokenizers
+# weights, tokenizers, and what else is copied from a base
+FILES = (
+    "*.json", "*.safetensors", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "*.jinja", "LICENSE*", "LICENCE*",
+    "NOTICE*", "COPYING*",
+)  # fmt: skip
+TWICE = ("consolidated*",)  # Mistral's repositories hold the weights once more, in one file of another layout
 PICKLES = ("pytorch_model*.bin",)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -86,7 +91,11 @@ def _download(model: str, revision: str | None, offline: bool | None, patterns: 
 
     def ask(local: bool) -> Path:
         found = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=list(patterns), local_files_only=local
+            model,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(TWICE),
+            local_files_only=local,
         )
         return Path(found)
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from hosts_battery import raw_tensors
 from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects
 
 from surgery import hosts
 from surgery.adaptation.phases import Options
 from surgery.adaptation.run import distill
 from surgery.checkpoint.pickles import pickles_allowed
+from surgery.checkpoint.writing import COMPANIONS
 from surgery.errors import UsageError
 from surgery.export.card import model_card
 from surgery.operation import apply
@@ -112,6 +114,12 @@ def test_what_is_asked_of_the_hub(base, monkeypatch, tmp_path):
     (model, options), *more = asked
     assert not more and model == NAME and options["revision"] == "v2" and options["local_files_only"] is True
     assert not any(pattern.endswith((".bin", ".py")) for pattern in options["allow_patterns"])
+    for pattern in COMPANIONS:  # what a swapped checkpoint takes from its base must have come with it
+        name = pattern.replace("*", "3")
+        assert list(filter_repo_objects([name], allow_patterns=options["allow_patterns"])), name
+    weights = ["model-00001-of-00003.safetensors", "consolidated.safetensors"]
+    kept = {key: options[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects(weights, **kept)) == weights[:1]
     assert "token" not in options  # huggingface_hub finds it: HF_TOKEN, or that of a login
 
 
