@@ -108,13 +108,13 @@ def revert(
         UsageError: nothing is swapped there, or not in one of ``layers``; the output is not free.
         JobError: the disk is full. Nothing is left behind.
     """
-    from surgery.hosts import adapter_for
+    from surgery.hosts import recognise
     from surgery.models.configuration import Swap
 
     final = check_output(output)
     located = locate(model)
+    _, adapter = recognise(located.path)
     source = open_checkpoint(located.path)
-    adapter = adapter_for(source.config)
     rules = dict(swapped_before(source, adapter))
     chosen = _chosen(model, rules, layers)
     swap = source.config["surgery"]

@@ -134,11 +134,10 @@ def load(
 
     from surgery.checkpoint.fitting import placement
     from surgery.checkpoint.reading import open_checkpoint
-    from surgery.hosts import adapter_for, read_config
+    from surgery.hosts import recognise
     from surgery.hosts.streaming import load_streamed
 
-    config = read_config(located.path)
-    adapter = adapter_for(config)
+    config, adapter = recognise(located.path)
     parsed = adapter.parse(config)
     tokenizer = load_tokenizer(located.path, parsed.vocab_size)
     checkpoint = open_checkpoint(located.path)  # names a damaged file, which loading all of them at once does not

@@ -71,10 +71,10 @@ def open_source(name: str) -> Source:
     Raises:
         UsageError: no run and no checkpoint, nothing swapped in it, tensors that do not fit its configuration.
     """
-    from surgery.hosts import adapter_for, read_config
+    from surgery.hosts import recognise
 
     located = locate(name)
-    adapter = adapter_for(read_config(located.path))
+    _, adapter = recognise(located.path)
     checkpoint = open_checkpoint(located.path)
     swap = checkpoint.config.get("surgery") or {}
     if not swap.get("layers"):

@@ -43,6 +43,7 @@ __all__ = [
     "load_model",
     "quantised",
     "read_config",
+    "recognise",
     "resolve",
     "supported",
 ]
@@ -124,6 +125,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
     from surgery.checkpoint.reading import open_checkpoint
 
     return open_checkpoint(Path(path)).config
+
+
+def recognise(path: str | Path) -> tuple[dict[str, Any], HostAdapter]:
+    """The config.json of a checkpoint directory as :func:`read_config` reads it, and its family's adapter.
+
+    Raises:
+        UsageError: as :func:`adapter_for` and :meth:`HostAdapter.parse` raise it, with the directory's name.
+    """
+    try:
+        config = read_config(path)
+        adapter = adapter_for(config)
+        adapter.parse(config)
+    except UsageError as error:
+        at = f"{Path(path)}/" if str(error).startswith("config.json: ") else ""
+        raise UsageError(f"{at}{error}") from None
+    return config, adapter
 
 
 def complete_config(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -143,10 +143,10 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
         UsageError: no such model, an unsupported architecture, tensors missing.
     """
     from surgery.checkpoint.reading import open_checkpoint
-    from surgery.hosts import adapter_for, read_config
+    from surgery.hosts import recognise
 
     located = locate(str(model), revision)
-    adapter = adapter_for(read_config(located.path))
+    _, adapter = recognise(located.path)
     checkpoint = open_checkpoint(located.path)
     layers = adapter.mixer_layers(checkpoint.config)
     prefixes = [adapter.tensor_prefix(checkpoint.config, layer) for layer in layers]

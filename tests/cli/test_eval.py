@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -89,6 +90,18 @@ def test_refusals(surgery, bases, tmp_path):
     refused(surgery("eval", model, "--baseline", "bundled:nothing"), 2, "no such bundled model")
     refused(surgery("eval", model, "--plot", "plot.jpeg2"), 2, ".png, .pdf or .svg")
     refused(surgery("eval", model, "--json", tmp_path / "no" / "x.json"), 2, "does not exist")
+
+
+@pytest.mark.parametrize("command", ["eval", "inspect", "static", "revert", "export"])
+def test_a_configuration_that_is_refused_is_named_by_its_place(command, surgery, bases, tmp_path):
+    other = shutil.copytree(bases["mamba2"], tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"load_in_8bit": True}}))
+    words = {
+        "eval": ("eval", bases["mamba2"], "--baseline", other, "--tokens", "300", "--recall-lengths", "none"),
+        "static": ("inspect", other, "--static"),
+    }.get(command, (command, other, *(["--output", tmp_path / "out"] if command != "inspect" else [])))
+    refused(surgery(*words), 2, f"{other}/config.json: quantization_config", "8 bits")
 
 
 def test_help_has_examples(surgery):
