@@ -70,7 +70,7 @@ class Reverted:
         more = f" and {len(self.changed) - 3} more" if len(self.changed) > 3 else ""
         return (
             f"{len(self.changed)} tensors are not `{self.base}`'s: they were trained with the memories that are gone "
-            f"now ({some}{more}). This is not the base again."
+            f"now, or written in another dtype ({some}{more}). This is not the base again."
         )
 
     def as_dict(self) -> dict[str, Any]:

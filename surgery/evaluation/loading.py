@@ -106,6 +106,24 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     return tokenizer
 
 
+def check_loadable(located: Located) -> tuple[Any, Any, Any]:
+    """Find what would keep a model from being loaded, as far as its small files and its headers tell.
+
+    Returns:
+        Its adapter, its tokenizer, and its :class:`surgery.checkpoint.reading.Checkpoint`.
+
+    Raises:
+        UsageError: as :func:`load`.
+    """
+    from surgery.checkpoint.reading import open_checkpoint
+    from surgery.hosts import recognise
+
+    config, adapter = recognise(located.path)
+    tokenizer = load_tokenizer(located.path, adapter.parse(config).vocab_size)
+    # names a damaged file, which loading all of them at once does not
+    return adapter, tokenizer, open_checkpoint(located.path)
+
+
 def load(
     located: Located,
     device: str,
@@ -133,14 +151,9 @@ def load(
     import torch
 
     from surgery.checkpoint.fitting import placement
-    from surgery.checkpoint.reading import open_checkpoint
-    from surgery.hosts import recognise
     from surgery.hosts.streaming import load_streamed
 
-    config, adapter = recognise(located.path)
-    parsed = adapter.parse(config)
-    tokenizer = load_tokenizer(located.path, parsed.vocab_size)
-    checkpoint = open_checkpoint(located.path)  # names a damaged file, which loading all of them at once does not
+    adapter, tokenizer, checkpoint = check_loadable(located)
     if dtype is None and device == "cpu":
         dtype = torch.float32
     where = "streamed" if offload else "whole"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import surgery
-from surgery.evaluation.loading import Located, load
+from surgery.evaluation.loading import Located, check_loadable, load
 from surgery.evaluation.perplexity import (
     Losses,
     by_position,
@@ -172,9 +172,10 @@ def evaluate(
     loading. Returns :func:`build_report`'s data with what it was measured with."""
     found: list[Measurement] = []
     dtype = None
-    for one in (model, baseline):
-        if one is None:
-            continue
+    models = [one for one in (model, baseline) if one is not None]
+    for one in models:  # all, before the first is measured
+        check_loadable(one)
+    for one in models:
         network, tokenizer = load(one, device)
         dtype = dtype or str(network.dtype).removeprefix("torch.")
         options = {"limit": limit, "context": context, "recall": recall, "progress": progress}

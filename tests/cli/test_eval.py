@@ -104,6 +104,18 @@ def test_a_configuration_that_is_refused_is_named_by_its_place(command, surgery,
     refused(surgery(*words), 2, f"{other}/config.json: quantization_config", "8 bits")
 
 
+def test_a_baseline_is_checked_before_the_model_is_measured(surgery, bases, tmp_path, monkeypatch):
+    monkeypatch.setattr("surgery.evaluation.report.measure", lambda *_, **__: pytest.fail("measured"))
+    other = shutil.copytree(bases["mamba2"], tmp_path / "other")
+    (other / "tokenizer.json").unlink()
+    asked = ("eval", bases["mamba2"], "--baseline", other, "--tokens", "300", "--recall-lengths", "none")
+    refused(surgery(*asked), 2, str(other), "no tokenizer")
+    shutil.copy(bases["mamba2"] / "tokenizer.json", other)
+    weights = next(other.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-9])
+    refused(surgery(*asked), 2, str(weights), "truncated or damaged")
+
+
 def test_help_has_examples(surgery):
     result = surgery("eval", "--help")
     assert result.code == 0 and "surgery eval bundled:tiny-mamba2" in result.out
