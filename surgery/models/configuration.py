@@ -47,6 +47,8 @@ class Swap:
         """The same from the value itself, for a model of ``num_layers``."""
         if not swap:
             return cls()
+        if not isinstance(swap, Mapping):
+            raise ValueError(f"surgery: {swap!r} is no mapping of rule and layers")
         schema = swap.get("schema")
         if schema not in SCHEMAS:
             raise ValueError(f"surgery.schema is {schema!r}; this release reads {' and '.join(map(str, SCHEMAS))}")

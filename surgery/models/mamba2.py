@@ -37,9 +37,9 @@ def uneven(config: Any, groups: str, steps: str) -> str | None:
     """Why the heads do not share groups evenly, or dt has no range; a layout's own names of both keys are given."""
     if config.num_heads % config.n_groups:
         return f"{groups}: {config.num_heads} heads are no multiple of {config.n_groups}"
-    low, high = config.time_step_limit
-    if not 0 <= low <= high:
-        return f"{steps}: {(low, high)} is no range of positive steps"
+    limit = tuple(config.time_step_limit)
+    if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
+        return f"{steps}: {limit} is no range of positive steps"
     return None
 
 

@@ -179,6 +179,8 @@ def test_other_families_are_refused_with_the_list(config, message):
         ("mamba2", {"n_groups": 3}, "n_groups"),
         ("mamba2", {"expand": 3}, "hidden_size"),
         ("mamba2", {"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
+        ("mamba2", {"time_step_limit": [0.5]}, "time_step_limit"),
+        ("mamba2", {"surgery": "x"}, "surgery: 'x' is no mapping"),
         ("mamba2", {"num_heads": "many"}, "num_heads"),
         ("gated_deltanet", {"attn": {"layers": [3], "num_heads": 2}}, r"attn.layers: \[3\] are not indices"),
         ("gated_deltanet", {"attn": {"layers": [1], "num_heads": 5}}, "5 heads"),
