@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.files import How, Progress, copy_file, link_file
 from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, Checkpoint
+from surgery.checkpoint.remote_code import trusted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +24,10 @@ COMPANIONS = (
 
 
 def companions(directory: Path) -> list[Path]:
-    """Tokenizer, generation and licence files in ``directory``, relative to it, in order."""
-    found = {path for pattern in COMPANIONS for path in directory.glob(pattern) if path.is_file()}
+    """Tokenizer, generation and licence files in ``directory``, relative to it, in order; its code too where that is
+    trusted (:mod:`surgery.checkpoint.remote_code`)."""
+    patterns = (*COMPANIONS, *(("*.py",) if trusted() else ()))
+    found = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(directory) for path in found)
 
 

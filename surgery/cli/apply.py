@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption, TrustOption
 from surgery.cli.validate import OfflineOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def apply(
     link: LinkOption = False,
     settings: SetOption = None,
     allow_pickle: AllowPickleOption = False,
+    trust_remote_code: TrustOption = False,
     offline: OfflineOption = False,
     device: DeviceOption = "auto",
     json_target: JsonOption = None,
@@ -66,9 +67,11 @@ def apply(
         raise UsageError(f"--drift {drift}: choose full, layerwise or skip")
     if output is None and not dry_run:
         raise UsageError("--output is missing\n  name the directory to write, or use --dry-run to see the plan")
+    from surgery.checkpoint.remote_code import recipe_says
     from surgery.recipe import load_recipe
 
     loaded = load_recipe(recipe, settings or ())
+    recipe_says(loaded.trust_remote_code)
     from surgery.operation import apply as operate
 
     quiet = json_target == "-"

@@ -55,6 +55,25 @@ AllowPickleOption = Annotated[
 ]
 
 
+def _trust_remote_code(context: typer.Context, value: bool) -> bool:
+    """Holds until the command ends."""
+    if value:
+        from surgery.checkpoint.remote_code import code_allowed
+
+        context.with_resource(code_allowed())
+    return value
+
+
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        callback=_trust_remote_code,
+        help="Run a tokenizer's code that comes with the model, if the recipe says trust_remote_code: true as well.",
+    ),
+]
+
+
 def pick_device(name: str) -> str:
     """The torch device for ``auto``, ``cpu`` or ``cuda``.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption, TrustOption
 from surgery.cli.validate import OfflineOption, RecipeArgument, SetOption
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def distill(
     recompute: RecomputeOption = False,
     evaluation: EvaluationOption = True,
     allow_pickle: AllowPickleOption = False,
+    trust_remote_code: TrustOption = False,
     offline: OfflineOption = False,
     device: DeviceOption = "auto",
     json_target: JsonOption = None,
@@ -66,11 +67,13 @@ def distill(
     """
     import os
 
+    from surgery.checkpoint.remote_code import recipe_says
     from surgery.cli.common import err, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.recipe import load_recipe
 
     loaded = load_recipe(recipe, settings or ())
+    recipe_says(loaded.trust_remote_code)
     folder = run or Path("runs") / loaded.name
     where = pick_device(device)
     main = int(os.environ.get("RANK", "0")) == 0

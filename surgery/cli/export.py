@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.common import DeviceOption, JsonOption
+from surgery.cli.common import DeviceOption, JsonOption, TrustOption
 
 
 def export(
@@ -33,6 +33,7 @@ def export(
     ] = None,
     json_target: JsonOption = None,
     device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Write a run's model as a Hugging Face checkpoint that AutoModelForCausalLM loads where surgery is installed.
 

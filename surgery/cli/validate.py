@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.common import AllowPickleOption, JsonOption
+from surgery.cli.common import AllowPickleOption, JsonOption, TrustOption
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
 SetOption = Annotated[
@@ -19,6 +19,7 @@ def validate(
     recipe: RecipeArgument,
     settings: SetOption = None,
     allow_pickle: AllowPickleOption = False,
+    trust_remote_code: TrustOption = False,
     json_target: JsonOption = None,
 ) -> None:
     """Check a recipe: its keys always, its model and its text where they are on this machine.
@@ -33,11 +34,14 @@ def validate(
     from rich.markup import escape
     from rich.table import Table
 
+    from surgery.checkpoint.remote_code import recipe_says
     from surgery.cli.common import out, write_json
     from surgery.recipe import load_recipe
     from surgery.validation import validate_recipe
 
-    checked = validate_recipe(load_recipe(recipe, settings or ()))
+    loaded = load_recipe(recipe, settings or ())
+    recipe_says(loaded.trust_remote_code)
+    checked = validate_recipe(loaded)
     if write_json(checked, json_target):
         return
     table = Table(box=None, pad_edge=False, show_header=False)

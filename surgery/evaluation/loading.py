@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,13 +73,14 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from surgery.checkpoint.pickles import origin
+    from surgery.checkpoint.remote_code import trusted
 
     noisy = logging.getLogger("transformers")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
     try:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trusted())
         except Exception:  # a model type that the Auto classes do not know; the file says enough
             if not (path / "tokenizer.json").is_file():
                 if not any(path.glob("*.model")) and not any(path.glob("vocab.*")):
@@ -91,10 +93,11 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(": ")
         place = origin(path).get("from", path)  # not the cache of what was converted
-        raise UsageError(
-            f"{place}: no tokenizer can be read there ({reason})\n"
-            "  copy the tokenizer that the model was trained with there: tokenizer.json"
-        ) from None
+        remedy = "copy the tokenizer that the model was trained with there: tokenizer.json"
+        if _comes_as_code(path) and not trusted():
+            reason = "it is code that comes with the model"
+            remedy = "if you trust it, write trust_remote_code: true in the recipe and add --trust-remote-code"
+        raise UsageError(f"{place}: no tokenizer can be read there ({reason})\n  {remedy}") from None
     finally:
         noisy.setLevel(level)
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -104,6 +107,15 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             "  use the tokenizer that belongs to the model"
         )
     return tokenizer
+
+
+def _comes_as_code(path: Path) -> bool:
+    """Whether a checkpoint names code of its own for its tokenizer."""
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return bool(settings["auto_map"]["AutoTokenizer"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def check_loadable(located: Located) -> tuple[Any, Any, Any]:

@@ -97,10 +97,12 @@ def open_source(name: str) -> Source:
 
 
 def _recipe(located: Located, manifest: RunManifest | None) -> tuple[Recipe | None, str | None]:
+    from surgery.checkpoint.remote_code import recipe_says
     from surgery.recipe import load_recipe
 
     path = located.path / RECIPE_FILE if located.run is None else located.run / RUN_RECIPE
     if not path.is_file():
         return None, None
     recipe = load_recipe(path, manifest.overrides if manifest else ())
+    recipe_says(recipe.trust_remote_code)
     return recipe, recipe.text

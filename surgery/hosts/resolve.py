@@ -1,8 +1,8 @@
 """From the name of a model to a directory: ``bundled:NAME``, a directory, or a hub id.
 
 A hub's files are kept in huggingface_hub's own cache (HF_HOME); its token is HF_TOKEN's, or that of ``hf auth login``;
-HF_HUB_OFFLINE, or ``offline``, keeps to the cache. No code of a repository is ever run: see
-:func:`surgery.hosts.adapter_for`.
+HF_HUB_OFFLINE, or ``offline``, keeps to the cache. No model code of a repository is ever run (see
+:func:`surgery.hosts.adapter_for`); a tokenizer's only where it is trusted (:mod:`surgery.checkpoint.remote_code`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
+from surgery.checkpoint.remote_code import trusted
 from surgery.errors import UsageError
 
 # weights, tokenizers, and what else is copied from a base
@@ -64,7 +65,8 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
         raise UsageError(f"{model}: a file; give the checkpoint's directory")
     if not HUB_ID.fullmatch(model):
         raise UsageError(f"{model}: no such directory, and no hub id (owner/name) or bundled:NAME either")
-    found = _download(model, revision, offline, FILES)
+    files = (*FILES, *(("*.py",) if trusted() else ()))
+    found = _download(model, revision, offline, files)
     if not any(found.glob("*.safetensors")):
         if not pickles_are_allowed() and not any(found.glob("pytorch_model*.bin")):
             raise UsageError(
@@ -72,7 +74,7 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
                 "add --allow-pickle"
             )
         if pickles_are_allowed():
-            found = _download(model, revision, offline, (*FILES, *PICKLES))
+            found = _download(model, revision, offline, (*files, *PICKLES))
     usable = unpickled(found, model)
     if usable != found:
         _add_tokenizer(usable, offline)

@@ -239,6 +239,7 @@ class Recipe(Section):
 
     model: Text
     revision: Text = "main"
+    trust_remote_code: Switch = False
     layers: Layers
     memory: Memory
     inspection: Inspection = Inspection()
