@@ -165,7 +165,9 @@ def test_difference_is_paired(make_model):
     nudge = 0.1 + 0.01 * torch.randn_like(losses.nll)
     worse = Losses(losses.nll + nudge, losses.position, losses.window, losses.num_bytes)
     interval = difference(worse, losses)
-    assert interval.low < 0.1 < interval.high
+    # the sample's own mean: the true one lies outside one 95% interval in twenty
+    assert interval.mean == pytest.approx(nudge.double().mean().item(), abs=1e-6)
+    assert interval.low < interval.mean < interval.high
     assert interval.high - interval.low < 0.01 < losses.nll.std()
     same = difference(losses, losses)
     assert (same.mean, same.low, same.high) == (0.0, 0.0, 0.0)
