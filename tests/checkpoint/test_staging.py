@@ -114,9 +114,11 @@ def test_safetensors_own_word_for_a_full_disk(tmp_path):
 
 
 CHILD = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from surgery.checkpoint.staging import staged_directory
+# a shell's background jobs, the tests themselves perhaps, are started with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with staged_directory(Path(sys.argv[1])) as stage:
     (stage / "one").write_text("1")
     print("ready", flush=True)
