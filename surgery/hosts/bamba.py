@@ -10,7 +10,6 @@ class BambaAdapter(HybridAdapter):
 
     name = "bamba"
     class_name = "Bamba"
-    mixer_name = "mamba"
     title = "Bamba"
     checkpoints = ("ibm-ai-platform/Bamba-9B-v2",)
     style = "additive"

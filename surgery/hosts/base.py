@@ -33,7 +33,7 @@ class HostAdapter:
         name: the family; an upgraded checkpoint's model type is ``surgery_`` + name.
         base_type: the base's model type, where it is not the name; None where its config.json has none.
         backbone_prefix: disk prefix of everything but the head.
-        mixer_name: the mixer's name inside a block.
+        mixer_name: the mixer's name inside a block; not needed where :meth:`tensor_prefix` and :meth:`mixers` say it.
         title: the family as people call it; checkpoints: examples, hub ids; note: what of it is refused, or nothing.
         style, channel_decay: of its mixers' geometries.
     """

@@ -13,7 +13,6 @@ class FalconH1Adapter(HybridAdapter):
 
     name = "falcon_h1"
     class_name = "FalconH1"
-    mixer_name = "mamba"
     title = "Falcon-H1"
     checkpoints = ("tiiuae/Falcon-H1-0.5B-Base", "tiiuae/Falcon-H1-1.5B-Deep-Instruct")
     style = "additive"

@@ -20,7 +20,6 @@ class GraniteMoeHybridAdapter(HybridAdapter):
 
     name = "granitemoehybrid"
     class_name = "GraniteMoeHybrid"
-    mixer_name = "mamba"
     title = "Granite 4.0 H"
     checkpoints = ("ibm-granite/granite-4.0-h-micro", "ibm-granite/granite-4.0-h-tiny")
     style = "additive"

@@ -20,7 +20,6 @@ class KimiLinearAdapter(HybridAdapter):
 
     name = "kimi_linear"
     class_name = "KimiLinear"
-    mixer_name = "self_attn"
     title = "Kimi Linear"
     checkpoints = ("moonshotai/Kimi-Linear-48B-A3B-Instruct", "moonshotai/Kimi-Linear-48B-A3B-Base")
     style = "delta"

@@ -13,7 +13,6 @@ class NemotronHAdapter(HybridAdapter):
 
     name = "nemotron_h"
     class_name = "NemotronH"
-    mixer_name = "mixer"
     backbone_prefix = "backbone."
     title = "Nemotron-H"
     checkpoints = ("nvidia/Nemotron-H-8B-Base-8K", "nvidia/NVIDIA-Nemotron-Nano-9B-v2")

@@ -19,7 +19,6 @@ class OlmoHybridAdapter(HybridAdapter):
 
     name = "olmo_hybrid"
     class_name = "OlmoHybrid"
-    mixer_name = "linear_attn"
     title = "Olmo Hybrid"
     checkpoints = ("allenai/Olmo-Hybrid-7B",)
     style = "delta"

@@ -17,7 +17,6 @@ class Qwen3_5Adapter(HybridAdapter):
 
     name = "qwen3_5"
     class_name = "Qwen3_5"
-    mixer_name = "linear_attn"
     title = "Qwen3.5"
     checkpoints = ("Qwen/Qwen3.5-27B",)
     style = "delta"

@@ -11,7 +11,6 @@ class Qwen3NextAdapter(HybridAdapter):
 
     name = "qwen3_next"
     class_name = "Qwen3Next"
-    mixer_name = "linear_attn"
     title = "Qwen3-Next"
     checkpoints = ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3-Next-80B-A3B-Thinking")
     style = "delta"

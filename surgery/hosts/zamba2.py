@@ -10,7 +10,6 @@ class Zamba2Adapter(HybridAdapter):
 
     name = "zamba2"
     class_name = "Zamba2"
-    mixer_name = "mamba"
     title = "Zamba2"
     checkpoints = ("Zyphra/Zamba2-1.2B", "Zyphra/Zamba2-2.7B", "Zyphra/Zamba2-7B")
     style = "additive"

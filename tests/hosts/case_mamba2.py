@@ -147,7 +147,7 @@ CASES = [
 ]
 if GROUPED:
     CASES += [
-        transformers_case("codestral", n_groups=4, num_heads=8, head_dim=8, time_step_limit=(0.0, 0.7)),
+        transformers_case("codestral", n_groups=8, num_heads=16, head_dim=4, time_step_limit=(0.0, 0.7)),
         mamba_ssm_case("groups", groups=2, explicit=True),
         fla_case("groups", n_groups=2),
     ]
