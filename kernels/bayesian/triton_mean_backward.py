@@ -4,8 +4,9 @@ With dM the adjoint of the mean after a chunk, and the matrices of the forward p
 
     dE = reads^T do + (A/A_s h_s U) dM        dF = inverse^T dE        dM <- A dM + (A Q)^T do - (p A K)^T dF
 
-dF is the gradient of z v - p A K M. The second kernel finds from it, from the means and from the innovations the
-gradients of q, k, v and of the scalars, and those of U and h, which the covariance's backward pass takes from there.
+dF is the gradient of z v - p A K M. From it, from the means and from the innovations two kernels find the gradients of
+q, k, v and of the scalars, and those of U and h, which the covariance's backward pass takes from there: first what
+comes of pairs of tokens, then what comes of the means, for a block of keys each.
 """
 
 # Triton's compiler joins tuples by addition alone
@@ -20,6 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_backward_common import (
+    load_block,
+    load_logs,
+    load_rows,
+    lower_ratios,
+    positions,
+    steps_gradient,
+    store_block,
+    store_rows,
+    through_steps,
+)
 from .triton_common import (
     CHUNK,
     ERASE,
@@ -32,8 +44,6 @@ from .triton_common import (
     load_matrix,
     load_tokens,
     nearest_tf32,
-    ratios,
-    steps_gradient,
     store_matrix,
     store_tokens,
 )
@@ -92,11 +102,75 @@ def _mean_adjoint_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded"])
-def _mean_gradients_kernel(
-    q, k, v, do, U, gains, scalars, logs, means, dmeans, errors, dfree, dq, dk, dv, dU, dscalars, T, H, G, padded,
+def _pairs_gradient_kernel(
+    q, k, v, do, U, gains, scalars, logs, errors, dfree, dreads, dcoupling, dv, dscalars, T, H, G, padded,
     K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
+    """What pairs of tokens give: dv, a part of the scalars' gradients, and what the rows of q, k and u are weighted
+    with in each other's gradients, ``dreads`` and ``dcoupling`` [C, C]."""
+    EVEN: tl.constexpr = BD * NB == K
+    WHOLE: tl.constexpr = V % BV == 0
+    chunk = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    size = tl.num_programs(1).to(tl.int64) * padded
+    first = chunk * C
+    at = bh * padded + first + tl.arange(0, C)
+    keys = ((bh // H * T + first) * G + (bh % H) // (H // G)) * K
+    values = ((bh // H * T + first) * H + bh % H) * V
+    tokens = bh * padded + first
+    place = (bh * (padded // C) + chunk) * (C * C)
+    z = tl.load(scalars + WRITE * size + at)
+    do_error = tl.zeros((C, C), tl.float32)
+    free_error = tl.zeros((C, C), tl.float32)
+    dwrite = tl.zeros((C,), tl.float32)
+    for column in range(0, V, BV):
+        error = tl.trans(load_rows(errors + tokens * V, None, V, column, V, C, BV, WHOLE))
+        grad = nearest_tf32(load_rows(do + values, T - first, H * V, column, V, C, BV, WHOLE), PRECISION)
+        do_error = dot(grad, error, do_error, False, False, PRECISION)
+        free = load_rows(dfree + tokens * V, None, V, column, V, C, BV, WHOLE)
+        free_error = dot(free, error, free_error, False, False, PRECISION)
+        dwrite += tl.sum(free * load_rows(v + values, T - first, H * V, column, V, C, BV, WHOLE), 1)
+        store_rows(dv + values, z[:, None] * free, T - first, H * V, column, V, C, BV, WHOLE)
+    tl.store(dscalars + 3 * size + at, dwrite)
+
+    h = tl.load(gains + at)
+    p = tl.load(scalars + ERASE * size + at)
+    i, j = positions(C)
+    high, low = load_logs(logs + tokens, C)
+    weight = lower_ratios(high, low, C) * h[None, :]
+    reading = tl.where(i >= j, do_error, 0.0)
+    coupled = tl.where(i > j, -free_error, 0.0)
+    store_block(dreads + place, nearest_tf32(reading * weight, PRECISION), 0, 0, C, C, C, C, True)
+    store_block(dcoupling + place, nearest_tf32(coupled * p[:, None] * weight, PRECISION), 0, 0, C, C, C, C, True)
+    with_keys = tl.zeros((C, C), tl.float32)
+    with_queries = tl.zeros((C, C), tl.float32)
+    for n in range(NB):
+        u = nearest_tf32(load_rows(U + tokens * K, None, K, n * BD, K, C, BD, EVEN), PRECISION)
+        kk = load_rows(k + keys, T - first, G * K, n * BD, K, C, BD, EVEN)
+        with_keys = dot(kk, tl.trans(u), with_keys, EXACT, False, PRECISION)
+        qq = load_rows(q + keys, T - first, G * K, n * BD, K, C, BD, EVEN)
+        with_queries = dot(qq, tl.trans(u), with_queries, EXACT, False, PRECISION)
+    coupled *= with_keys
+    tl.store(dscalars + 2 * size + at, tl.sum(coupled * weight, 1))
+    common = reading * with_queries + p[:, None] * coupled
+    ratio = lower_ratios(high, low, C)
+    tl.store(dscalars + size + at, tl.sum(common * ratio, 0))
+    none = tl.zeros((C,), tl.float32)
+    tl.store(dscalars + at, steps_gradient(common * h[None, :], ratio, none, logs + tokens, C, PRECISION))
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "padded"])
+def _mean_gradients_kernel(
+    q, k, do, U, gains, scalars, logs, means, dmeans, errors, dfree, dreads, dcoupling, dq, dk, dU, dscalars, T, H, G,
+    padded,
+    K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What the means at the chunk's ends give: BD columns of the gradients of q, k and u, with what pairs of tokens
+    give added, and the scalars' parts that go with these columns."""
+    EVEN: tl.constexpr = K % BD == 0
+    WHOLE: tl.constexpr = V % BV == 0
     own = tl.program_id(0)
     chunk = tl.program_id(1)
     bh = tl.program_id(2).to(tl.int64)
@@ -104,88 +178,76 @@ def _mean_gradients_kernel(
     size = tl.num_programs(2).to(tl.int64) * padded
     first = chunk * C
     at = bh * padded + first + tl.arange(0, C)
-    keys = (bh // H * T * G + (bh % H) // (H // G)) * K
-    values = (bh // H * T * H + bh % H) * V
+    keys = ((bh // H * T + first) * G + (bh % H) // (H // G)) * K
+    values = ((bh // H * T + first) * H + bh % H) * V
+    tokens = bh * padded + first
+    place = (bh * chunks + chunk) * (C * C)
+    row = own * BD
     means += (bh * (chunks + 1) + chunk) * (K * V)
     dmeans += (bh * (chunks + 1) + chunk + 1) * (K * V)
-    z = tl.load(scalars + WRITE * size + at)
-
     do_mean = tl.zeros((C, BD), tl.float32)
     free_mean = tl.zeros((C, BD), tl.float32)
     error_dmean = tl.zeros((C, BD), tl.float32)
-    do_error = tl.zeros((C, C), tl.float32)
-    free_error = tl.zeros((C, C), tl.float32)
-    inner = tl.zeros((BD, BV), tl.float32)
-    dwrite = tl.zeros((C,), tl.float32)
+    inner = tl.zeros((BD,), tl.float32)
     for column in range(0, V, BV):
-        grad = nearest_tf32(load_tokens(do + values, first, T, H * V, column, V, C, BV), PRECISION)
-        free = load_tokens(dfree + bh * padded * V, first, padded, V, column, V, C, BV)
-        error = load_tokens(errors + bh * padded * V, first, padded, V, column, V, C, BV)
-        mean = nearest_tf32(load_matrix(means, own * BD, column, K, V, BD, BV), PRECISION)
+        mean = nearest_tf32(load_block(means, row, column, K, V, BD, BV, EVEN and WHOLE), PRECISION)
+        dmean = nearest_tf32(load_block(dmeans, row, column, K, V, BD, BV, EVEN and WHOLE), PRECISION)
+        inner += tl.sum(mean * dmean, 1)
+        grad = nearest_tf32(load_rows(do + values, T - first, H * V, column, V, C, BV, WHOLE), PRECISION)
         do_mean = dot(grad, tl.trans(mean), do_mean, False, False, PRECISION)
+        free = load_rows(dfree + tokens * V, None, V, column, V, C, BV, WHOLE)
         free_mean = dot(free, tl.trans(mean), free_mean, False, False, PRECISION)
-        dmean = nearest_tf32(load_matrix(dmeans, own * BD, column, K, V, BD, BV), PRECISION)
+        error = load_rows(errors + tokens * V, None, V, column, V, C, BV, WHOLE)
         error_dmean = dot(error, tl.trans(dmean), error_dmean, False, False, PRECISION)
-        do_error = dot(grad, tl.trans(error), do_error, False, False, PRECISION)
-        free_error = dot(free, tl.trans(error), free_error, False, False, PRECISION)
-        inner += mean * dmean
-        if own == 0:
-            dwrite += tl.sum(free * load_tokens(v + values, first, T, H * V, column, V, C, BV), 1)
-            store_tokens(dv + values, z[:, None] * free, first, T, H * V, column, V, C, BV)
 
-    with_keys = tl.zeros((C, C), tl.float32)
-    with_queries = tl.zeros((C, C), tl.float32)
-    for i in range(NB):
-        u = nearest_tf32(load_tokens(U + bh * padded * K, first, padded, K, i * BD, K, C, BD), PRECISION)
-        kk = load_tokens(k + keys, first, T, G * K, i * BD, K, C, BD)
-        with_keys = dot(kk, tl.trans(u), with_keys, EXACT, False, PRECISION)
-        qq = load_tokens(q + keys, first, T, G * K, i * BD, K, C, BD)
-        with_queries = dot(qq, tl.trans(u), with_queries, EXACT, False, PRECISION)
-
-    ratio = ratios(logs + bh * padded, first, C)
-    log = tl.load(logs + at)
-    last = tl.load(logs + bh * padded + first + C - 1)
-    since = tl.exp(log.to(tl.float32))
-    to_end = tl.exp((last - log).to(tl.float32))
+    logs += tokens
+    high, low = load_logs(logs, C)
+    end_high, end_low = load_logs(logs + C - 1, 1)
+    since = tl.exp(high)
+    to_end = tl.exp((end_high - high) + (end_low - low))
     h = tl.load(gains + at)
     p = tl.load(scalars + ERASE * size + at)
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    dreads = tl.where(i >= j, do_error, 0.0)
-    dcoupling = tl.where(i > j, -free_error, 0.0)
-    u = load_tokens(U + bh * padded * K, first, padded, K, own * BD, K, C, BD)
-    kk = load_tokens(k + keys, first, T, G * K, own * BD, K, C, BD)
-    qq = load_tokens(q + keys, first, T, G * K, own * BD, K, C, BD)
+    u = load_rows(U + tokens * K, None, K, row, K, C, BD, EVEN)
+    kk = load_rows(k + keys, T - first, G * K, row, K, C, BD, EVEN)
+    qq = load_rows(q + keys, T - first, G * K, row, K, C, BD, EVEN)
     end_direction = tl.sum(error_dmean * u, 1)
     erased = tl.sum(free_mean * kk, 1)
-
-    # what belongs to all key blocks is added by the first
-    mine = tl.where(own == 0, 1.0, 0.0)
-    common = mine * (dreads * with_queries + p[:, None] * dcoupling * with_keys)
-    dgain = tl.sum(common * ratio, 0) + to_end * end_direction
-    derase = mine * tl.sum(dcoupling * ratio * with_keys * h[None, :], 1) - since * erased
     dsince = tl.sum(do_mean * qq, 1) - p * erased
-    end = tl.arange(0, C) == C - 1
-    dsince += tl.where(end, tl.sum(tl.sum(inner, 1), 0), 0.0)
-    dratio = common * h[None, :] + tl.where(i == C - 1, (h * end_direction)[None, :], 0.0)
-    out = dscalars + own * (4 * size) + at
-    tl.store(out, steps_gradient(dratio, ratio, dsince, logs + bh * padded, first, C, PRECISION))
-    tl.store(out + size, dgain)
-    tl.store(out + 2 * size, derase)
-    tl.store(out + 3 * size, dwrite)
 
-    weight = ratio * h[None, :]
-    dreads = nearest_tf32(dreads * weight, PRECISION)
-    dcoupling = nearest_tf32(dcoupling * p[:, None] * weight, PRECISION)
+    read = load_block(dreads + place, 0, 0, C, C, C, C, True)
+    coupled = load_block(dcoupling + place, 0, 0, C, C, C, C, True)
     du = (to_end * h)[:, None] * error_dmean
-    du = dot(tl.trans(dreads), qq, du, False, EXACT, PRECISION)
-    du = dot(tl.trans(dcoupling), kk, du, False, EXACT, PRECISION)
-    store_tokens(dU + bh * padded * K, du, first, padded, K, own * BD, K, C, BD)
+    du = dot(tl.trans(read), qq, du, False, EXACT, PRECISION)
+    du = dot(tl.trans(coupled), kk, du, False, EXACT, PRECISION)
+    store_rows(dU + tokens * K, du, None, K, row, K, C, BD, EVEN)
     u = nearest_tf32(u, PRECISION)
-    dkeys = dot(dcoupling, u, -(p * since)[:, None] * free_mean, False, False, PRECISION)
-    store_tokens(dk + bh * padded * K, dkeys, first, padded, K, own * BD, K, C, BD)
-    dqueries = dot(dreads, u, since[:, None] * do_mean, False, False, PRECISION)
-    store_tokens(dq + (bh // H * T * H + bh % H) * K, dqueries, first, T, H * K, own * BD, K, C, BD)
+    dkeys = dot(coupled, u, -(p * since)[:, None] * free_mean, False, False, PRECISION)
+    store_rows(dk + tokens * K, dkeys, None, K, row, K, C, BD, EVEN)
+    dqueries = dot(read, u, since[:, None] * do_mean, False, False, PRECISION)
+    dq += ((bh // H * T + first) * H + bh % H) * K
+    store_rows(dq, dqueries, T - first, H * K, row, K, C, BD, EVEN)
+
+    out = dscalars + own * (4 * size) + at
+    tl.store(out + size, to_end * end_direction)
+    tl.store(out + 2 * size, -since * erased)
+    tl.store(out + 3 * size, tl.zeros((C,), tl.float32))
+    end = tl.arange(0, C).to(tl.float32) == C - 1.0
+    dsince += tl.where(end, tl.sum(inner, 0), 0.0)
+    # of the ratios, those to the chunk's end alone have a gradient here
+    later = to_end[:, None] * (h * end_direction)[None, :]
+    tl.store(out, through_steps(later, lower_ratios(high, low, C), dsince, logs, C))
+
+
+class Layout(NamedTuple):
+    """How the kernels of the gradients are laid out."""
+
+    keys: int  # a block of them
+    values: int
+    warps: int
+    stages: int  # of loads under way, where products take one pass
+
+
+LAYOUT = Layout(keys=64, values=32, warps=4, stages=2)
 
 
 class MeanGradients(NamedTuple):
@@ -216,19 +278,25 @@ def mean_backward(
         q, k, do, U, gains, table.scalars, table.logs, inverse, reads, dmeans, dfree, shape.tokens, shape.heads,
         shape.groups, shape.chunks, BD=width, NB=blocks, BV=columns, num_warps=4, num_stages=1, **common, **OPTIONS,
     )
-    width, blocks = shape.key_blocks(128)
-    columns = shape.value_block(32)
     # rounded once only: a sum over the value heads of a key head comes before
     dtype = q.dtype if shape.heads == shape.groups else torch.float32
     dq = torch.empty(shape.batch, shape.tokens, shape.heads, shape.key_dim, dtype=dtype, device=q.device)
     dk, dU, dv = torch.empty_like(U), torch.empty_like(U), torch.empty_like(v)
+    dreads, dcoupling = torch.empty_like(inverse), torch.empty_like(inverse)
+    width, blocks = shape.key_blocks(LAYOUT.keys)
     dscalars = torch.empty(
-        blocks, 4, shape.batch, shape.heads, shape.padded, dtype=torch.float32, device=q.device
+        blocks + 1, 4, shape.batch, shape.heads, shape.padded, dtype=torch.float32, device=q.device
+    )
+    sizes = (shape.tokens, shape.heads, shape.groups, shape.padded)
+    common["BV"] = shape.value_block(LAYOUT.values)
+    common["num_stages"] = LAYOUT.stages if precision == "tf32" else 1
+    _pairs_gradient_kernel[(shape.chunks, shape.programs)](
+        q, k, v, do, U, gains, table.scalars, table.logs, errors, dfree, dreads, dcoupling, dv, dscalars[blocks],
+        *sizes, BD=width, NB=blocks, num_warps=4, **common, **OPTIONS,
     )
     _mean_gradients_kernel[(blocks, shape.chunks, shape.programs)](
-        q, k, v, do, U, gains, table.scalars, table.logs, means, dmeans, errors, dfree, dq, dk, dv, dU, dscalars,
-        shape.tokens, shape.heads, shape.groups, shape.padded, BD=width, NB=blocks, BV=columns, num_warps=8,
-        num_stages=2 if precision == "tf32" else 1, **common, **OPTIONS,
+        q, k, do, U, gains, table.scalars, table.logs, means, dmeans, errors, dfree, dreads, dcoupling, dq, dk, dU,
+        dscalars, *sizes, BD=width, num_warps=LAYOUT.warps, **common, **OPTIONS,
     )
     # a copy: a view would keep all of dmeans alive through the covariance's part
     return MeanGradients(dq, dk, dv, dU, *dscalars.sum(0), dmeans[:, :, 0].clone())
