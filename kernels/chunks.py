@@ -83,6 +83,16 @@ def split(x: Tensor, chunk: int) -> Tensor:
     return x.unflatten(1, (-1, chunk))
 
 
+def token_stride(x: Tensor) -> tuple[Tensor, int]:
+    """[B, N, C, heads, width] for a kernel that steps from token to token with one stride, and that stride: as it is,
+    if it is a slice of a wider projection's channels, or else contiguous."""
+    _, chunks, chunk, heads, width = x.shape
+    stride = x.stride(2)
+    if x.stride() != (chunks * chunk * stride, chunk * stride, stride, width, 1):
+        x, stride = x.contiguous(), heads * width
+    return x, stride
+
+
 class Decays(NamedTuple):
     """Products of the decays in each chunk, each at most 1 and never formed as a ratio of products."""
 

@@ -93,9 +93,9 @@ def _form(rule: str, k: Tensor, v: Tensor, backend: str | None) -> Callable:
     return _FORMS[rule, name]
 
 
-def additive(q, k, v, log_decay, *, state=None, reset=None, backend=None):
+def additive(q, k, v, log_decay, *, write=None, state=None, reset=None, backend=None):
     """The additive rule in the form picked; see :func:`surgery.kernels.additive.reference.additive`."""
-    return _form("additive", k, v, backend)(q, k, v, log_decay, state=state, reset=reset)
+    return _form("additive", k, v, backend)(q, k, v, log_decay, write=write, state=state, reset=reset)
 
 
 def delta(q, k, v, log_decay, beta, *, state=None, reset=None, backend=None):

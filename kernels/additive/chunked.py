@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..chunks import check, chunk_length, compute_dtype, operand_dtype, split
 from . import inside
@@ -23,6 +24,7 @@ def additive(
     v: Tensor,
     log_decay: Tensor,
     *,
+    write: Tensor | None = None,
     state: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -33,7 +35,7 @@ def additive(
 
     Source: Dao and Gu, "Transformers are SSMs" (2024), the block decomposition of the state-space dual.
     """
-    return additive_in(operand_dtype(q, k, v), q, k, v, log_decay, state=state, reset=reset)
+    return additive_in(operand_dtype(q, k, v), q, k, v, log_decay, write=write, state=state, reset=reset)
 
 
 def additive_in(
@@ -43,6 +45,7 @@ def additive_in(
     v: Tensor,
     log_decay: Tensor,
     *,
+    write: Tensor | None = None,
     state: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -58,40 +61,51 @@ def additive_in(
         steps = steps.masked_fill(reset[..., None], _FORGOTTEN)
     if state is None:
         state = torch.zeros(batch, heads, value_dim, k.shape[-1], dtype=dtype, device=v.device)
-    inputs = (split(x, chunk) for x in (q.to(operands), k.to(operands), v.to(operands), steps))
+    write = torch.ones_like(log_decay, dtype=dtype) if write is None else write.to(dtype)
+    inputs = (split(x, chunk) for x in (q.to(operands), k.to(operands), v.to(operands), write, steps))
     o, state = _Additive.apply(*inputs, state.to(dtype))
     return o.flatten(1, 2)[:, :tokens].to(v.dtype), state
 
 
 class _Additive(torch.autograd.Function):
-    """q, k [B, N, C, G, K] and v [B, N, C, H, V] in the operands' dtype, log decays [B, N, C, H] in float64, the state
-    [B, H, V, K] -> outputs like v, and the state after all chunks.
+    """q, k [B, N, C, G, K] and v [B, N, C, H, V] in the operands' dtype, write strengths [B, N, C, H], log decays
+    [B, N, C, H] in float64, the state [B, H, V, K] -> outputs like v, and the state after all chunks.
 
     autocast is off in both directions: it would lower the products, and torch.compile traces a backward pass under the
     autocast that surrounds the call.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, steps: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, write: Tensor, steps: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
         total, whole, _, to_end = _decays(steps, state.dtype)
         with torch.autocast(q.device.type, enabled=False):
-            met, final = additive_states(k, v, to_end, whole, state, False)
+            met, final = additive_states(k, v, to_end * write, whole, state, False)
             form = inside.output if inside.fused(k, v) else inside.output_in_torch
-            o = form(q, k, v, met, total)
-        ctx.save_for_backward(q, k, v, steps, met)
+            o = form(q, k, v, write, met, total)
+        ctx.save_for_backward(q, k, v, write, steps, met)
         return o, final
 
     @staticmethod
-    def backward(ctx, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, steps, met = ctx.saved_tensors
+    def backward(ctx, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, write, steps, met = ctx.saved_tensors
         total, whole, from_start, _ = _decays(steps, dfinal.dtype)
         do = do.to(v.dtype)
         with torch.autocast(q.device.type, enabled=False):
             # the adjoint of the state at each chunk's end
             left, dstate = additive_states(q, do, from_start, whole, dfinal, True)
             form = inside.gradients if inside.fused(k, v) else inside.gradients_in_torch
-            dq, dk, dv, dsteps = form(q, k, v, do, met, left, total)
-        return dq, dk, dv, dsteps, dstate
+            dq, dk, dv, dwrite, *sums, through = form(q, k, v, write, do, met, left, total)
+        # a step's gradient is that of every product it stands in: pairs with the token that reads from it on and the
+        # token written before it, what tokens from it on recall, what tokens before it wrote for the chunk's end, and
+        # the state carried through. Shifted, not subtracted afterwards: under hard forgetting a step's gradient is far
+        # below its own token's
+        read, written, carried, recalled = (x.double() for x in sums)
+        carried = functional.pad(carried[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
+        after = (read - written + recalled).flip(2).cumsum(2).flip(2)
+        dsteps = after + carried + (whole * through)[:, :, None].double()
+        return dq, dk, dv, dwrite, dsteps, dstate
 
 
 def _decays(steps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

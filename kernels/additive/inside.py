@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .. import chunks as chunked
 
@@ -25,92 +24,101 @@ def fused(k: Tensor, v: Tensor) -> bool:
 
 
 @torch.library.custom_op("surgery::additive_output", mutates_args=(), device_types="cuda")
-def output(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor) -> Tensor:
+def output(q: Tensor, k: Tensor, v: Tensor, write: Tensor, met: Tensor, total: Tensor) -> Tensor:
     """As :func:`output_in_torch`."""
     from . import triton_chunks
 
-    return triton_chunks.output(*(x.contiguous() for x in (q, k, v, met, total)))
+    return triton_chunks.output(q, k, v, write, met, total)
 
 
 @torch.library.custom_op("surgery::additive_gradients", mutates_args=(), device_types="cuda")
 def gradients(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`gradients_in_torch`."""
+    q: Tensor, k: Tensor, v: Tensor, write: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`gradients_in_torch`, with all sums in float32."""
     from . import triton_chunks
 
-    return triton_chunks.gradients(*(x.contiguous() for x in (q, k, v, do, met, left, total)))
+    return triton_chunks.gradients(q, k, v, write, do, met, left, total)
 
 
 @output.register_fake
-def _(q, k, v, met, total):
+def _(q, k, v, write, met, total):
     return v.new_empty(v.shape)
 
 
 @gradients.register_fake
-def _(q, k, v, do, met, left, total):
-    return *(x.new_empty(x.shape) for x in (q, k, v, total)),
+def _(q, k, v, write, do, met, left, total):
+    sums = (write.new_empty(write.shape) for _ in range(5))
+    return *(x.new_empty(x.shape) for x in (q, k, v)), *sums, write.new_empty(left.shape[:3])
 
 
-def output_in_torch(q: Tensor, k: Tensor, v: Tensor, met: Tensor, total: Tensor) -> Tensor:
+def output_in_torch(q: Tensor, k: Tensor, v: Tensor, write: Tensor, met: Tensor, total: Tensor) -> Tensor:
     """o [B, N, C, H, V] in v's dtype.
 
     Args:
         q, k: [B, N, C, G, K]. v: [B, N, C, H, V]. met: [B, N, H, V, K], the states that the chunks meet. All of one
             dtype.
+        write: [B, N, C, H], the write strengths, float32, or float64 like k.
         total: [B, N, C, H] float64, the log decays summed from the chunk's start. Their differences are decays of at
             most 1 to the last digit of float32, and exactly 0 across a reset.
     """
-    chunks = _Chunks(q, k, total)
+    chunks = _Chunks(q, k, write, total)
     inside = torch.einsum("bnhst,bnshv->bnthv", chunks.scores().to(v.dtype), v)
     return (inside + chunks.from_start * chunks.read(q, met)).to(v.dtype)
 
 
 def gradients_in_torch(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, and of the log decays [B, N, C, H] in float64.
+    q: Tensor, k: Tensor, v: Tensor, write: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the write strengths, and what the gradients of the log decays are made of:
+
+        read, written [B, N, C, H] float64    the sums over pairs in a chunk, by the token that reads, by that written
+        carried [B, N, C, H] float64          of what a token wrote for the chunk's end
+        recalled [B, N, C, H] float64         of what a token reads from the state met
+        through [B, N, H]                     the inner products of the states met and ``left``
 
     Args:
         do: [B, N, C, H, V]. left: [B, N, H, V, K], the gradients of the states at the chunks' ends. The others as in
             :func:`output_in_torch`.
     """
-    chunks = _Chunks(q, k, total)
+    chunks = _Chunks(q, k, write, total)
+    strength = write[..., None]
     reads = (do * chunks.from_start).to(v.dtype)
-    writes = (v * chunks.to_end).to(v.dtype)
+    writes = (v * (strength * chunks.to_end)).to(v.dtype)
     scores = chunks.scores()
     dscores = torch.einsum("bnshv,bnthv->bnhst", v, do)
-    doverlaps = chunks.by_group(dscores * chunks.within, 2).sum(3).to(q.dtype)
+    doverlaps = chunks.by_group(dscores * chunks.weights, 2).sum(3).to(q.dtype)
     dq = torch.einsum("bngst,bnsgk->bntgk", doverlaps, k) + chunks.write(reads, met)
     dk = torch.einsum("bngst,bntgk->bnsgk", doverlaps, q) + chunks.write(writes, left)
     kept = chunks.to_end * chunks.read(k, left)
-    dv = torch.einsum("bnhst,bnthv->bnshv", scores.to(v.dtype), do) + kept
+    # of the writes, strength and value together
+    unscaled = (chunks.by_group(chunks.within, 2) * chunks.overlaps).flatten(2, 3).to(v.dtype)
+    dwrites = torch.einsum("bnhst,bnthv->bnshv", unscaled, do) + kept
 
-    # a step's gradient is that of every product it stands in. The sums over pairs cancel, so both are of the same
-    # numbers and are added in float64
+    # the sums over pairs cancel, so both are of the same numbers and are added in float64
     pairs = (dscores * scores).double().triu(1)
-    read = pairs.sum(3).transpose(2, 3) + _inner(do, chunks.from_start * chunks.read(q, met))
-    written = pairs.sum(4).transpose(2, 3)
-    # shifted, not subtracted afterwards: under hard forgetting a step's gradient is far below its own token's
-    carried = functional.pad(_inner(v, kept)[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
-    through = chunks.whole * (met.to(chunks.dtype) * left).sum((-2, -1))
-    dsteps = (read - written).flip(2).cumsum(2).flip(2) + carried + through[:, :, None].double()
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsteps
+    read, written = (pairs.sum(dim).transpose(2, 3) for dim in (3, 4))
+    carried = _inner(v, strength * kept)
+    recalled = _inner(do, chunks.from_start * chunks.read(q, met))
+    through = (met.to(chunks.dtype) * left).sum((-2, -1))
+    dwrite = _inner(v, dwrites).to(write.dtype)
+    dv = (strength * dwrites).to(v.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv, dwrite, read, written, carried, recalled, through
 
 
 class _Chunks:
     """A chunk's decays and products."""
 
-    def __init__(self, q: Tensor, k: Tensor, total: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, write: Tensor, total: Tensor) -> None:
         self.dtype = dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
         self.groups = (k.shape[3], total.shape[3] // k.shape[3])
         self.from_start = total.to(dtype).exp()[..., None]
         self.to_end = (total[:, :, -1:] - total).to(dtype).exp()[..., None]
-        self.whole = self.from_start[:, :, -1, :, 0]  # [B, N, H]
         by_head = total.transpose(2, 3)
         between = (by_head[..., None, :] - by_head[..., :, None]).to(dtype)
         later = torch.ones(between.shape[-2:], dtype=torch.bool, device=between.device).triu()
         self.within = between.masked_fill(~later, -torch.inf).exp()  # [B, N, H, s, t]
+        self.weights = self.within * write.transpose(2, 3)[..., None]
         # of all heads of a group at once, and unrounded
         self.overlaps = torch.einsum("bnsgk,bntgk->bngst", k.to(dtype), q.to(dtype))[:, :, :, None]
 
@@ -119,7 +127,7 @@ class _Chunks:
 
     def scores(self) -> Tensor:
         """[B, N, H, s, t]."""
-        return (self.by_group(self.within, 2) * self.overlaps).flatten(2, 3)
+        return (self.by_group(self.weights, 2) * self.overlaps).flatten(2, 3)
 
     def write(self, x: Tensor, state: Tensor) -> Tensor:
         """[B, N, C, H, V] x [B, N, H, V, K] -> [B, N, C, G, K], summed over the heads of a group."""

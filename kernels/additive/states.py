@@ -28,7 +28,7 @@ def additive_states(
     if fused(k, by_default=True):
         from .triton_states import states
 
-        return states(*(y.contiguous() for y in (k, x, scale, whole, start)), reverse)
+        return states(k, x, scale, whole, start, reverse)
     chunks, groups = k.shape[1], k.shape[3]
     x = (x * scale[..., None]).to(x.dtype).to(start.dtype).unflatten(3, (groups, -1))
     written = torch.einsum("bncgk,bncgrv->bngrvk", k.to(start.dtype), x).flatten(2, 3)

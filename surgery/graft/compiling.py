@@ -60,4 +60,6 @@ def active() -> bool:
 @functools.cache
 def compiled(function: Callable) -> Callable:
     """``function`` under torch.compile, for fixed shapes."""
-    return torch.compile(function, dynamic=False)
+    # with padded buffers, torch 2.11 computed wrong gradients on CUDA where a text's channels are no multiple of 128
+    # bytes; and a padded projection is copied for each operator that takes a slice of it
+    return torch.compile(function, dynamic=False, options={"comprehensive_padding": False})

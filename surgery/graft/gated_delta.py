@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.graft.base import Graft, RMSNorm, wide
+from surgery.kernels import gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
 GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
@@ -39,7 +40,12 @@ class GatedRMSNorm(nn.Module):
         self.activation = activation
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """[..., V], [..., V] -> [..., V] in y's dtype, computed in float32."""
+        """[B, T, H, V], [B, T, H, V] -> [B, T, H, V] in y's dtype, computed in float32."""
+        heads, width = y.shape[-2:]
+        if gated_norm.fused(y, width):
+            flat = (y.flatten(-2), gate.flatten(-2), self.weight.repeat(heads), heads, self.eps)
+            activation = "sigmoid" if self.activation == "sigmoid" else "silu"
+            return gated_norm.gated_norm(*flat, activation=activation).unflatten(-1, (heads, width))
         x = wide(y)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * wide(self.weight)
         return (x * GATES[self.activation](wide(gate))).to(y.dtype)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.graft.base import Graft, wide
+from surgery.kernels import gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
 
@@ -42,9 +43,12 @@ class GatedGroupRMSNorm(nn.Module):
         self.eps = eps
         self.gate_first = gate_first
 
-    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """[..., Di], [..., Di] -> [..., Di] in float32."""
-        y, gate = wide(y), F.silu(wide(gate))
+    def forward(self, y: Tensor, gate: Tensor, values: Tensor, skip: Tensor) -> Tensor:
+        """The gated norm of y + skip values: [B, T, Di] three times, skip [Di] -> [B, T, Di], computed in float32."""
+        if gated_norm.fused(y, y.shape[-1] // self.groups):
+            options = {"gate_first": self.gate_first, "values": values, "skip": skip}
+            return gated_norm.gated_norm(y, gate, self.weight, self.groups, self.eps, **options)
+        y, gate = wide(y) + wide(skip) * wide(values), F.silu(wide(gate))
         parts = (y * gate if self.gate_first else y).unflatten(-1, (self.groups, -1))
         parts = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + self.eps)
         normed = parts.flatten(-2) * wide(self.weight)
@@ -126,9 +130,13 @@ class Mamba2Graft(Graft):
 
     def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
         z, _, mlp = rest
-        skip = wide(self.D).view(self.geometry.num_heads, -1)  # [H, V] or [H, 1]
-        y = (wide(o) + skip * wide(inputs.v)).flatten(-2)
-        y = (y * F.silu(wide(z)) if self.norm is None else self.norm(y, z)).to(inputs.hidden.dtype)
+        o, values = o.flatten(-2), inputs.v.flatten(-2)
+        skip = self.D.repeat_interleave(self.inner // self.D.shape[0])
+        if self.norm is None:
+            y = (wide(o) + wide(skip) * wide(values)) * F.silu(wide(z))
+        else:
+            y = self.norm(o, z, values, skip)
+        y = y.to(inputs.hidden.dtype)
         if self.mlp_size:
             gate, up = mlp.chunk(2, dim=-1)
             y = torch.cat([F.silu(gate) * up, y], dim=-1)

@@ -41,7 +41,5 @@ class HostMemory(MemoryRule):
         inputs = inputs.masked()
         q, k, v, reset = inputs.q, inputs.k, inputs.v, inputs.reset
         if self.geometry.style == "additive":
-            # the write strength is float32, which would make half precision values float32 and slow
-            v = (v * inputs.write[..., None]).to(v.dtype)
-            return dispatch.additive(q, k, v, inputs.log_decay, state=state, reset=reset)
+            return dispatch.additive(q, k, v, inputs.log_decay, write=inputs.write, state=state, reset=reset)
         return dispatch.delta(q, k, v, inputs.log_decay, inputs.write, state=state, reset=reset)

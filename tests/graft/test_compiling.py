@@ -21,7 +21,7 @@ def compilations(monkeypatch):
     """torch.compile without a code generator, which counts the graphs that it is given."""
     graphs = []
 
-    def backend(graph, inputs):
+    def backend(graph, inputs, options=None):
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 

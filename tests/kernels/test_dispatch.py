@@ -106,14 +106,14 @@ def test_the_form_asked_for_runs(monkeypatch, backend):
     x, state, reset = torch.zeros(1, 3, 1, 2), object(), object()
     gates = [object() for _ in range(8)]
     options = {"state": state, "reset": reset}
-    dispatch.additive(x, x, x, 1, **options, backend=backend)
+    dispatch.additive(x, x, x, 1, write=2, **options, backend=backend)
     dispatch.delta(x, x, x, 1, 2, **options, backend=backend)
     dispatch.palimpsa(x, x, x, 1, 2, 3, **options, return_variance=True, backend=backend)
     covariance = {"state": state, "initial_covariance": object(), "unit_gain": True}
     dispatch.bayesian(x, x, x, *gates, **covariance, backend=backend)
     name = backend or "chunked"
     assert seen == {
-        "additive": (name, (x, x, x, 1), options),
+        "additive": (name, (x, x, x, 1), {**options, "write": 2}),
         "delta": (name, (x, x, x, 1, 2), options),
         "palimpsa": (name, (x, x, x, 1, 2, 3), {**options, "return_variance": True}),
         "bayesian": (name, (x, x, x, *gates), covariance),
