@@ -6,8 +6,10 @@ Positions are compared as float32 throughout: from integers, LLVM in Triton 3.6 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .triton_common import dot
 
@@ -19,13 +21,18 @@ def positions(C: tl.constexpr):
     return at[:, None], at[None, :]
 
 
+def in_float32(logs: Tensor) -> Tensor:
+    """float64 logarithms [...] as sums of two float32 [2, ...]: differences between them keep float32's digits, and
+    take half the registers that float64 would."""
+    high = logs.float()
+    return torch.stack((high, (logs - high).float()))
+
+
 @triton.jit
-def load_logs(logs, C: tl.constexpr):
-    """The C logarithms at ``logs`` as the sum of two float32: differences between them keep float32's digits, and take
-    half the registers that float64 would."""
-    log = tl.load(logs + tl.arange(0, C))
-    high = log.to(tl.float32)
-    return high, (log - high.to(tl.float64)).to(tl.float32)
+def load_logs(logs, size, C: tl.constexpr):
+    """Both parts of C logarithms, their second parts ``size`` after the first."""
+    logs += tl.arange(0, C)
+    return tl.load(logs), tl.load(logs + size)
 
 
 @triton.jit
@@ -118,30 +125,37 @@ def inverse_unit_lower(x, C: tl.constexpr):
 
 
 @triton.jit
-def steps_gradient(dratio, ratio, dsince, logs, C: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradients [C] of the steps whose products are ``ratio`` [C, C] and, since the chunk's start, ``since`` [C],
-    for the C logarithms at ``logs``.
+def steps_gradient(dratio, dsince, logs, size, C: tl.constexpr, PRECISION: tl.constexpr):
+    """The gradients [C] of the steps with the C logarithms at ``logs``, from those of their products [C, C] (below the
+    diagonal; what stands on and above it is not read) and of their products since the chunk's start [C].
 
     Step j stands in ratio[t, s] for s < j <= t, where ratio[t, j] ratio[j - 1, s] is the product without it: no
     division, so a step of zero has its gradient too.
     """
     i, j = positions(C)
-    later = dot(
-        tl.trans(ratio), tl.where(i > j, dratio, 0.0), tl.zeros((C, C), tl.float32), False, False, PRECISION
-    )
-    return through_steps(later, ratio, dsince, logs, C)
-
-
-@triton.jit
-def through_steps(later, ratio, dsince, logs, C: tl.constexpr):
-    """:func:`steps_gradient` from ``later``, ratio^T times what of dratio lies below the diagonal."""
-    i, j = positions(C)
-    high, low = load_logs(logs, C)
+    high, low = load_logs(logs, size, C)
     t = tl.arange(0, C)
-    before = tl.load(logs + t - 1, mask=t > 0, other=0.0)
-    before_high = before.to(tl.float32)
-    before_low = (before - before_high.to(tl.float64)).to(tl.float32)
+    before_high = tl.load(logs + t - 1, mask=t > 0, other=0.0)
+    before_low = tl.load(logs + size + t - 1, mask=t > 0, other=0.0)
+    # the ratios transposed, made rather than turned around
+    upper = (high[None, :] - high[:, None]) + (low[None, :] - low[:, None])
+    upper = tl.where(j >= i, tl.exp(tl.minimum(upper, 0.0)), 0.0)
+    none = tl.zeros((C, C), tl.float32)
+    later = dot(upper, tl.where(i > j, dratio, 0.0), none, False, False, PRECISION)
     shifted = (before_high[:, None] - high[None, :]) + (before_low[:, None] - low[None, :])
     shifted = tl.exp(tl.minimum(shifted, 0.0))
     through = tl.sum(tl.where(i > j, later * shifted, 0.0), 1)
-    return through + tl.sum(ratio * dsince[:, None], 0) * tl.exp(before_high)
+    return through + tl.sum(upper * dsince[None, :], 1) * tl.exp(before_high)
+
+
+@triton.jit(do_not_specialize=["padded"])
+def steps_gradient_kernel(dratios, dsince, logs, out, padded, C: tl.constexpr, PRECISION: tl.constexpr):
+    """:func:`steps_gradient` of every chunk, dratios [B, H, N, C, C], logs [2, B, H, N C], all else [B, H, N C]; a
+    kernel by itself, since its matrices would spill beside others."""
+    chunk = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    size = tl.num_programs(1).to(tl.int64) * padded
+    at = bh * padded + chunk * C
+    t = tl.arange(0, C)
+    dratio = load_block(dratios + (bh * (padded // C) + chunk) * (C * C), 0, 0, C, C, C, C, True)
+    tl.store(out + at + t, steps_gradient(dratio, tl.load(dsince + at + t), logs + at, size, C, PRECISION))

@@ -43,7 +43,7 @@ def _factor_inverse_kernel(
         u = tl.trans(load_rows(U + tokens, None, K, n * BD, K, C, BD, EVEN))
         kk = load_rows(keys, T - first, G * K, n * BD, K, C, BD, EVEN)
         with_keys = dot(kk, u, with_keys, EXACT, False, PRECISION)
-    high, low = load_logs(logs + size + bh * padded + first, C)
+    high, low = load_logs(logs + bh * padded + first, size, C)
     i, j = positions(C)
     factor = lower_ratios(high, low, C) * (tl.load(scalars + SHRINK * size + at) * tl.load(gains + at))[None, :]
     J = inverse_unit_lower(tl.where(i > j, factor * with_keys, 0.0), C)
@@ -73,7 +73,7 @@ def _closed_loop_kernel(
         du = load_rows(dU + tokens, None, K, n * BD, K, C, BD, EVEN) - own[:, None] * kk
         u = tl.trans(load_rows(U + tokens, None, K, n * BD, K, C, BD, EVEN))
         pulled = dot(du, u, pulled, False, False, PRECISION)
-    high, low = load_logs(logs + size + bh * padded + first, C)
+    high, low = load_logs(logs + bh * padded + first, size, C)
     since = tl.exp(high)
     i, j = positions(C)
     factor = lower_ratios(high, low, C) * (tl.load(scalars + SHRINK * size + at) * h)[None, :]
@@ -110,8 +110,8 @@ def _shrink_kernel(
     h = tl.load(gains + at)
     r = tl.load(scalars + SHRINK * size + at)
     own = x * h * h * tl.load(dgains + at)
-    high, low = load_logs(logs + size + bh * padded + first, C)
-    end_high, end_low = load_logs(logs + size + bh * padded + first + C - 1, 1)
+    high, low = load_logs(logs + bh * padded + first, size, C)
+    end_high, end_low = load_logs(logs + bh * padded + first + C - 1, size, 1)
     to_end = tl.exp((end_high - high) + (end_low - low))
     i, j = positions(C)
     with_keys = tl.zeros((C, C), tl.float32)
@@ -154,13 +154,12 @@ def _congruence_kernel(
     first = chunk * C
     at = bh * padded + first + tl.arange(0, C)
     tokens = (bh * padded + first) * K
-    high, low = load_logs(logs + size + bh * padded + first, C)
-    end_high, end_low = load_logs(logs + size + bh * padded + first + C - 1, 1)
+    high, low = load_logs(logs + bh * padded + first, size, C)
+    end_high, end_low = load_logs(logs + bh * padded + first + C - 1, size, 1)
     weight = tl.load(scalars + SHRINK * size + at) * tl.load(gains + at)
     weight *= tl.exp((end_high - high) + (end_low - low))
-    whole = tl.exp(tl.load(logs + size + bh * padded + first + C - 1).to(tl.float32))
+    whole = tl.exp(tl.load(logs + bh * padded + first + C - 1))
     f = tl.trans(load_rows(F + tokens, None, K, row, K, C, BD, EVEN))
-    s = tl.trans(load_rows(pulls + tokens, None, K, row, K, C, BD, EVEN))
     i, j = positions(BD)
     phi += (bh * chunks + chunk) * (K * K)
     dP += (bh * (chunks + 1) + chunk) * (K * K)
@@ -172,14 +171,18 @@ def _congruence_kernel(
         store_block(phi, turned, row, column, K, K, BD, BD, EVEN)
         w = load_rows(pulls + tokens, None, K, column, K, C, BD, EVEN)
         sigma = dot(f, w, tl.zeros((BD, BD), tl.float32), False, False, PRECISION)
-        w = load_rows(F + tokens, None, K, column, K, C, BD, EVEN)
-        sigma = dot(s, w, sigma, False, False, PRECISION)
+        if NB == 1:
+            sigma += tl.trans(sigma)
+        else:
+            s = tl.trans(load_rows(pulls + tokens, None, K, row, K, C, BD, EVEN))
+            w = load_rows(F + tokens, None, K, column, K, C, BD, EVEN)
+            sigma = dot(s, w, sigma, False, False, PRECISION)
         store_block(dP, 0.5 * sigma, row, column, K, K, BD, BD, EVEN)
 
 
 @triton.jit(do_not_specialize=["H", "chunks"])
 def _covariance_adjoint_kernel(
-    phi, F, psi, scratch, gains, scalars, logs, precision, solve, base, lam, dP, H, chunks,
+    phi, F, psi, scratch, gains, scalars, precision, solve, base, lam, dP, H, chunks,
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):

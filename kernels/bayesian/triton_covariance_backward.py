@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .triton_backward_common import in_float32, steps_gradient_kernel
 from .triton_common import CHUNK, OPTIONS, Shape, Table, exact
 from .triton_covariance_adjoint import (
     _closed_loop_kernel,
@@ -75,43 +76,48 @@ def covariance_backward(
     keys = {"BD": width, "NB": blocks, "num_warps": 4, **digits}
     sizes = (shape.tokens, shape.heads, shape.groups, shape.padded)
     grid = (shape.chunks, shape.programs)
+    logs = in_float32(table.logs[1])
     dP, lam, inverse = _covariance_adjoint(
-        shape, k, table, precision, U, gains, dU, dgains, dfinal, unit_gain, keys, digits
+        shape, k, table, logs, precision, U, gains, dU, dgains, dfinal, unit_gain, keys, digits
     )
     leaving, known_key, known_read = (torch.empty_like(gains) for _ in range(3))
     _known_gradient_kernel[grid](
-        k, U, dU, dP, gains, table.scalars, table.logs, inverse, leaving, known_key, *sizes, **keys
+        k, U, dU, dP, gains, table.scalars, logs, inverse, leaving, known_key, *sizes, **keys
     )
-    read_keys, dfactors = torch.empty_like(inverse), torch.empty_like(inverse)
+    read_keys, keys_keys, dfactors = (torch.empty_like(inverse) for _ in range(3))
     pairs, traces, dprecision = (
         torch.empty(shape.batch, shape.heads, shape.chunks, dtype=torch.float32, device=k.device) for _ in range(3)
     )
     _entering_kernel[grid](
-        k, dU, P, dP, read_keys, known_read, pairs, traces, *sizes, P.shape[2], EXACT=exact(k), **keys
+        k, dU, P, dP, read_keys, keys_keys, known_read, pairs, traces, *sizes, P.shape[2], EXACT=exact(k), **keys
     )
     dscalars = torch.empty(4, *gains.shape, dtype=torch.float32, device=k.device)
     _elimination_gradient_kernel[grid](
-        k, U, dU, gains, dgains, table.scalars, table.logs, precision, inverse, leaving, *lam, dfactors, dscalars,
+        k, U, dU, gains, dgains, table.scalars, logs, precision, inverse, leaving, *lam, dfactors, dscalars,
         dprecision, *sizes, UNIT=unit_gain, EXACT=exact(k), **keys,
     )
     _scalars_gradient_kernel[grid](
-        k, gains, table.scalars, table.logs, precision, inverse, read_keys, dfactors, leaving, known_key, known_read,
-        pairs, traces, dscalars, dprecision, *sizes, UNIT=unit_gain, EXACT=exact(k), **keys,
+        gains, table.scalars, logs, precision, inverse, read_keys, keys_keys, dfactors, leaving, known_key, known_read,
+        pairs, traces, dscalars, dprecision, shape.heads, shape.padded, C=CHUNK, UNIT=unit_gain, num_warps=4, **OPTIONS
+    )
+    del keys_keys
+    steps_gradient_kernel[grid](
+        dfactors, known_read, logs, dscalars, shape.padded, C=CHUNK, PRECISION="tf32x3", num_warps=8, **OPTIONS
     )
     # rounded once only: a sum over the value heads of a key head comes before
     dtype = k.dtype if shape.heads == shape.groups else torch.float32
     dkeys = torch.empty(shape.batch, shape.tokens, shape.heads, shape.key_dim, dtype=dtype, device=k.device)
     columns, several = shape.key_blocks(64)
     _keys_gradient_kernel[(several, *grid)](
-        k, dU, dk, inverse, read_keys, table.scalars, table.logs, P, dkeys, *sizes, P.shape[2], BN=columns,
+        k, dU, dk, inverse, read_keys, table.scalars, logs, P, dkeys, *sizes, P.shape[2], BN=columns,
         EXACT=exact(k), **keys,
     )
     return CovarianceGradients(dkeys, *dscalars, dprecision, 0.5 * (dP[:, :, 0] + dP[:, :, 0].mT))
 
 
 def _covariance_adjoint(
-    shape: Shape, k: Tensor, table: Table, precision: Tensor, U: Tensor, gains: Tensor, dU: Tensor, dgains: Tensor,
-    dfinal: Tensor, unit_gain: bool, keys: dict, digits: dict,
+    shape: Shape, k: Tensor, table: Table, logs: Tensor, precision: Tensor, U: Tensor, gains: Tensor, dU: Tensor,
+    dgains: Tensor, dfinal: Tensor, unit_gain: bool, keys: dict, digits: dict,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
     """D at the chunks' boundaries [B, H, N + 1, K, K]; chi without what the chunk adds and lambda, [B, H, N CHUNK] each
     (of no meaning if ``unit_gain``); J [B, H, N, CHUNK, CHUNK]."""
@@ -120,10 +126,10 @@ def _covariance_adjoint(
     inverse = torch.empty(
         shape.batch, shape.heads, shape.chunks, CHUNK, CHUNK, dtype=torch.float32, device=k.device
     )
-    _factor_inverse_kernel[grid](k, U, gains, table.scalars, table.logs, inverse, *sizes, EXACT=exact(k), **keys)
+    _factor_inverse_kernel[grid](k, U, gains, table.scalars, logs, inverse, *sizes, EXACT=exact(k), **keys)
     F, pulls = torch.empty_like(U), torch.empty_like(U)
     _closed_loop_kernel[grid](
-        k, U, dU, gains, dgains, table.scalars, table.logs, precision, inverse, F, pulls, *sizes, EXACT=exact(k), **keys
+        k, U, dU, gains, dgains, table.scalars, logs, precision, inverse, F, pulls, *sizes, EXACT=exact(k), **keys
     )
     # what shrinking other than by the gain needs; never touched otherwise
     psi, solve, base, lam = (F, inverse, gains, gains) if unit_gain else (
@@ -131,21 +137,21 @@ def _covariance_adjoint(
     )
     if not unit_gain:
         _shrink_kernel[grid](
-            k, U, dU, gains, dgains, table.scalars, table.logs, precision, inverse, psi, solve, base, *sizes,
+            k, U, dU, gains, dgains, table.scalars, logs, precision, inverse, psi, solve, base, *sizes,
             EXACT=exact(k), **keys,
         )
     square = (shape.key_dim, shape.key_dim)
     dP = torch.empty(shape.batch, shape.heads, shape.chunks + 1, *square, dtype=torch.float32, device=k.device)
     dP[:, :, -1] = 0.5 * (dfinal + dfinal.mT)
     phi = torch.empty(shape.batch, shape.heads, shape.chunks, *square, dtype=torch.float32, device=k.device)
-    _congruence_kernel[(keys["NB"], *grid)](
-        U, F, pulls, gains, table.scalars, table.logs, phi, dP, shape.padded, **keys
+    width, blocks = shape.key_blocks(128)
+    _congruence_kernel[(blocks, *grid)](
+        U, F, pulls, gains, table.scalars, logs, phi, dP, shape.padded, BD=width, NB=blocks, num_warps=8, **digits
     )
     del pulls
     scratch = torch.empty(shape.programs, *square, dtype=torch.float32, device=k.device)
-    width, blocks = shape.key_blocks(128)
     _covariance_adjoint_kernel[(shape.programs,)](
-        phi, F, psi, scratch, gains, table.scalars, table.logs, precision, solve, base, lam, dP, shape.heads,
+        phi, F, psi, scratch, gains, table.scalars, precision, solve, base, lam, dP, shape.heads,
         shape.chunks, BD=width, NB=blocks, BK=min(32, width), UNIT=unit_gain, num_warps=8, **digits,
     )
     return dP, (base, lam), inverse

@@ -1,4 +1,4 @@
-"""The Bayesian rule's gradients that go through the covariance, every chunk by itself: five kernels in a row, each with
+"""The Bayesian rule's gradients that go through the covariance, every chunk by itself: six kernels in a row, each with
 few matrices alive at a time, so that none spills and several programs share a multiprocessor.
 
 With U = (R J) B, B = C K P + N K, and D the adjoint of P after the chunk: first dB = (R J)^T dU; then what the
@@ -17,7 +17,6 @@ from .triton_backward_common import (
     load_rows,
     lower_ratios,
     positions,
-    steps_gradient,
     store_block,
     store_rows,
 )
@@ -40,9 +39,9 @@ def _known_gradient_kernel(
     keys = k + ((bh // H * T + first) * G + (bh % H) // (H // G)) * K
     tokens = (bh * padded + first) * K
     dP += (bh * (chunks + 1) + chunk + 1) * (K * K)
-    logs += size + bh * padded + first
-    high, low = load_logs(logs, C)
-    end_high, end_low = load_logs(logs + C - 1, 1)
+    logs += bh * padded + first
+    high, low = load_logs(logs, size, C)
+    end_high, end_low = load_logs(logs + C - 1, size, 1)
     to_end = tl.exp((end_high - high) + (end_low - low))
     weight = -2 * to_end * to_end * tl.load(scalars + SHRINK * size + at) * tl.load(gains + at)
     left = tl.zeros((C,), tl.float32)
@@ -68,11 +67,12 @@ def _known_gradient_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded", "slots"])
 def _entering_kernel(
-    k, db, P, dP, read_keys, known_read, pairs, traces, T, H, G, padded, slots,
+    k, db, P, dP, read_keys, keys_keys, known_read, pairs, traces, T, H, G, padded, slots,
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``read_keys`` [C, C] is K P K^T, ``known_read`` [C] dB P k, ``pairs`` <D, P>, ``traces`` tr D."""
+    """``read_keys`` [C, C] is K P K^T, ``keys_keys`` K K^T, ``known_read`` [C] dB P k, ``pairs`` <D, P>, ``traces``
+    tr D."""
     EVEN: tl.constexpr = BD * NB == K
     chunk = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -83,6 +83,7 @@ def _entering_kernel(
     P += (bh * slots + chunk) * (K * K)
     dP += (bh * (chunks + 1) + chunk + 1) * (K * K)
     reads = tl.zeros((C, C), tl.float32)
+    alone = tl.zeros((C, C), tl.float32)
     known = tl.zeros((C,), tl.float32)
     paired = tl.zeros((BD,), tl.float32)
     trace = tl.zeros((BD,), tl.float32)
@@ -98,7 +99,9 @@ def _entering_kernel(
         known += tl.sum(q * load_rows(db + tokens, None, K, n * BD, K, C, BD, EVEN), 1)
         kk = load_rows(keys, T - first, G * K, n * BD, K, C, BD, EVEN)
         reads = dot(q, tl.trans(kk), reads, False, EXACT, PRECISION)
+        alone = dot(kk, tl.trans(kk), alone, EXACT, EXACT, PRECISION)
     place = bh * chunks + chunk
+    store_block(keys_keys + place * (C * C), alone, 0, 0, C, C, C, C, True)
     store_block(read_keys + place * (C * C), reads, 0, 0, C, C, C, C, True)
     tl.store(known_read + bh * padded + first + tl.arange(0, C), known)
     tl.store(pairs + place, tl.sum(paired, 0))
@@ -124,11 +127,11 @@ def _elimination_gradient_kernel(
     keys = k + ((bh // H * T + first) * G + (bh % H) // (H // G)) * K
     tokens = (bh * padded + first) * K
     inverse += place * (C * C)
-    logs += size + bh * padded + first
+    logs += bh * padded + first
     h = tl.load(gains + at)
     r = tl.load(scalars + SHRINK * size + at)
-    high, low = load_logs(logs, C)
-    end_high, end_low = load_logs(logs + C - 1, 1)
+    high, low = load_logs(logs, size, C)
+    end_high, end_low = load_logs(logs + C - 1, size, 1)
     to_end = tl.exp((end_high - high) + (end_low - low))
     i, j = positions(C)
     nothing = tl.zeros((C, C), tl.float32)
@@ -174,40 +177,35 @@ def _elimination_gradient_kernel(
     store_block(inverse, inner, 0, 0, C, C, C, C, True)
 
 
-@triton.jit(do_not_specialize=["T", "H", "G", "padded"])
+@triton.jit(do_not_specialize=["H", "padded"])
 def _scalars_gradient_kernel(
-    k, gains, scalars, logs, precision, inner, read_keys, dfactors, leaving, known_key, known_read, pairs, traces,
-    dscalars, dprecision, T, H, G, padded,
-    K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    gains, scalars, logs, precision, inner, read_keys, keys_keys, dfactors, leaving, known_key, known_read, pairs,
+    traces, dscalars, dprecision, H, padded, C: tl.constexpr, UNIT: tl.constexpr,
 ):
     """``inner`` [C, C], from the kernel before, becomes what K P is multiplied with in the keys' gradient,
-    ``read_keys`` what K is, both symmetric. The other scalars' gradients."""
-    EVEN: tl.constexpr = BD * NB == K
+    ``read_keys`` what K is, both symmetric; ``dfactors`` and ``known_read`` become the gradients of the products of
+    steps, between tokens and since the chunk's start. The other scalars' gradients but the steps'."""
     chunk = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     place = bh * (padded // C) + chunk
     size = tl.num_programs(1).to(tl.int64) * padded
     first = chunk * C
     at = bh * padded + first + tl.arange(0, C)
-    keys = k + ((bh // H * T + first) * G + (bh % H) // (H // G)) * K
     inner += place * (C * C)
     read_keys += place * (C * C)
-    logs += size + bh * padded + first
-    high, low = load_logs(logs, C)
+    logs += bh * padded + first
+    high, low = load_logs(logs, size, C)
     since = tl.exp(high)
     i, j = positions(C)
-    # S[t, s] = since_t since_s k_t P k_s + ratio[t, s] N_s k_t.k_s, and U = (ratio J) (since^2 K P + N K)
-    keys_keys = tl.zeros((C, C), tl.float32)
-    for n in range(NB):
-        kk = load_rows(keys, T - first, G * K, n * BD, K, C, BD, EVEN)
-        keys_keys = dot(kk, tl.trans(kk), keys_keys, EXACT, EXACT, PRECISION)
+    # S[t, s] = since_t since_s k_t P k_s + ratio[t, s] N_s k_t.k_s, and U = (ratio J) (since^2 K P + N K). Sums over t
+    # as sums over the rows, in matrices that are symmetric or made transposed: rows lie in few threads
+    either = tl.exp(-tl.abs((high[:, None] - high[None, :]) + (low[:, None] - low[None, :])))
+    gathered = tl.load(scalars + GATHERED * size + at)
     dS = load_block(inner, 0, 0, C, C, C, C, True)
     of_reads = tl.sum(dS * since[None, :] * load_block(read_keys, 0, 0, C, C, C, C, True), 1)
-    ratio = lower_ratios(high, low, C)
-    lower = ratio * tl.where(i == j, dS, 2 * dS)
-    of_noise = tl.sum(lower * keys_keys, 0)
-    gathered = tl.load(scalars + GATHERED * size + at)
+    # of pairs in either order, once
+    of_pairs = tl.where(i == j, dS, 2 * dS) * load_block(keys_keys + place * (C * C), 0, 0, C, C, C, C, True)
+    of_noise = tl.sum(tl.where(j >= i, either * of_pairs, 0.0), 1)
     scale = 1.0
     if UNIT:
         tl.store(dscalars + 2 * size + at, tl.sum(tl.where(i == j, dS, 0.0), 1))
@@ -216,21 +214,22 @@ def _scalars_gradient_kernel(
     # every thread has read what is overwritten
     tl.debug_barrier()
     store_block(inner, 2 * scale * since[:, None] * dS * since[None, :], 0, 0, C, C, C, C, True)
-    lower *= scale * gathered[None, :]
-    store_block(read_keys, lower + tl.trans(lower), 0, 0, C, C, C, C, True)
+    earlier = tl.where(i >= j, gathered[None, :], gathered[:, None])
+    store_block(read_keys, 2 * scale * dS * either * earlier, 0, 0, C, C, C, C, True)
 
     end = tl.arange(0, C).to(tl.float32) == C - 1.0
     dgathered = scale * of_noise + tl.load(known_key + at) + tl.where(end, tl.load(traces + place), 0.0)
-    tl.store(dscalars + size + at, tl.sum(ratio * ratio * dgathered[:, None], 0))
+    tl.store(dscalars + size + at, tl.sum(tl.where(j >= i, either * either * dgathered[None, :], 0.0), 1))
     dsince = 2 * scale * of_reads + 2 * since * tl.load(known_read + at)
     dsince += tl.where(end, 2 * since * tl.load(pairs + place), 0.0)
+    tl.store(known_read + at, dsince)
     dratio = load_block(dfactors + place * (C * C), 0, 0, C, C, C, C, True)
-    dratio += tl.where(i == j, dS, 2 * dS) * (scale * gathered[None, :]) * keys_keys
-    dratio += 2 * ratio * dgathered[:, None] * tl.load(scalars + NOISE * size + at)[None, :]
-    end_high, end_low = load_logs(logs + C - 1, 1)
+    dratio += of_pairs * (scale * gathered)[None, :]
+    dratio += 2 * either * dgathered[:, None] * tl.load(scalars + NOISE * size + at)[None, :]
+    end_high, end_low = load_logs(logs + C - 1, size, 1)
     weight = tl.exp((end_high - high) + (end_low - low)) * tl.load(scalars + SHRINK * size + at) * tl.load(gains + at)
     dratio += tl.where(i == C - 1.0, (-2 * weight * tl.load(leaving + at))[None, :], 0.0)
-    tl.store(dscalars + at, steps_gradient(dratio, ratio, dsince, logs, C, PRECISION))
+    store_block(dfactors + place * (C * C), dratio, 0, 0, C, C, C, C, True)
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded", "slots"])
@@ -256,9 +255,9 @@ def _keys_gradient_kernel(
     gathered = tl.load(scalars + GATHERED * size + at)
     gradient += gathered[:, None] * load_rows(db + tokens, None, K, column, K, C, BN, WHOLE)
     symmetric = load_block(through_keys + place, 0, 0, C, C, C, C, True)
-    kk = load_rows(keys, T - first, G * K, column, K, C, BN, WHOLE)
-    gradient = dot(symmetric, kk, gradient, False, EXACT, PRECISION)
-    since = tl.exp(tl.load(logs + size + at).to(tl.float32))
+    own = load_rows(keys, T - first, G * K, column, K, C, BN, WHOLE)
+    gradient = dot(symmetric, own, gradient, False, EXACT, PRECISION)
+    since = tl.exp(tl.load(logs + at))
     symmetric = load_block(through_reads + place, 0, 0, C, C, C, C, True)
     for m in range(NB):
         read = (since * since)[:, None] * load_rows(db + tokens, None, K, m * BD, K, C, BD, EVEN)

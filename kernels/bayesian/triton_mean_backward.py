@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_backward_common import (
+    in_float32,
     load_block,
     load_logs,
     load_rows,
@@ -30,7 +31,6 @@ from .triton_backward_common import (
     steps_gradient,
     store_block,
     store_rows,
-    through_steps,
 )
 from .triton_common import (
     CHUNK,
@@ -103,12 +103,12 @@ def _mean_adjoint_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded"])
 def _pairs_gradient_kernel(
-    q, k, v, do, U, gains, scalars, logs, errors, dfree, dreads, dcoupling, dv, dscalars, T, H, G, padded,
+    q, k, v, do, U, gains, scalars, logs, errors, dfree, dreads, dcoupling, dratios, dv, dscalars, T, H, G, padded,
     K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """What pairs of tokens give: dv, a part of the scalars' gradients, and what the rows of q, k and u are weighted
-    with in each other's gradients, ``dreads`` and ``dcoupling`` [C, C]."""
+    """What pairs of tokens give: dv, parts of the scalars' gradients, what the rows of q, k and u are weighted with in
+    each other's gradients (``dreads`` and ``dcoupling`` [C, C]), and the gradients of the ratios (``dratios``)."""
     EVEN: tl.constexpr = BD * NB == K
     WHOLE: tl.constexpr = V % BV == 0
     chunk = tl.program_id(0)
@@ -137,7 +137,7 @@ def _pairs_gradient_kernel(
     h = tl.load(gains + at)
     p = tl.load(scalars + ERASE * size + at)
     i, j = positions(C)
-    high, low = load_logs(logs + tokens, C)
+    high, low = load_logs(logs + tokens, size, C)
     weight = lower_ratios(high, low, C) * h[None, :]
     reading = tl.where(i >= j, do_error, 0.0)
     coupled = tl.where(i > j, -free_error, 0.0)
@@ -154,21 +154,19 @@ def _pairs_gradient_kernel(
     coupled *= with_keys
     tl.store(dscalars + 2 * size + at, tl.sum(coupled * weight, 1))
     common = reading * with_queries + p[:, None] * coupled
-    ratio = lower_ratios(high, low, C)
-    tl.store(dscalars + size + at, tl.sum(common * ratio, 0))
-    none = tl.zeros((C,), tl.float32)
-    tl.store(dscalars + at, steps_gradient(common * h[None, :], ratio, none, logs + tokens, C, PRECISION))
+    tl.store(dscalars + size + at, tl.sum(common * lower_ratios(high, low, C), 0))
+    store_block(dratios + place, common * h[None, :], 0, 0, C, C, C, C, True)
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded"])
 def _mean_gradients_kernel(
-    q, k, do, U, gains, scalars, logs, means, dmeans, errors, dfree, dreads, dcoupling, dq, dk, dU, dscalars, T, H, G,
+    q, k, do, U, gains, scalars, logs, means, dmeans, errors, dfree, dreads, dcoupling, dq, dk, dU, parts, T, H, G,
     padded,
     K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """What the means at the chunk's ends give: BD columns of the gradients of q, k and u, with what pairs of tokens
-    give added, and the scalars' parts that go with these columns."""
+    give added, and what these columns add to three sums of each token (``parts`` [3, ...])."""
     EVEN: tl.constexpr = K % BD == 0
     WHOLE: tl.constexpr = V % BV == 0
     own = tl.program_id(0)
@@ -201,8 +199,8 @@ def _mean_gradients_kernel(
         error_dmean = dot(error, tl.trans(dmean), error_dmean, False, False, PRECISION)
 
     logs += tokens
-    high, low = load_logs(logs, C)
-    end_high, end_low = load_logs(logs + C - 1, 1)
+    high, low = load_logs(logs, size, C)
+    end_high, end_low = load_logs(logs + C - 1, size, 1)
     since = tl.exp(high)
     to_end = tl.exp((end_high - high) + (end_low - low))
     h = tl.load(gains + at)
@@ -210,10 +208,6 @@ def _mean_gradients_kernel(
     u = load_rows(U + tokens * K, None, K, row, K, C, BD, EVEN)
     kk = load_rows(k + keys, T - first, G * K, row, K, C, BD, EVEN)
     qq = load_rows(q + keys, T - first, G * K, row, K, C, BD, EVEN)
-    end_direction = tl.sum(error_dmean * u, 1)
-    erased = tl.sum(free_mean * kk, 1)
-    dsince = tl.sum(do_mean * qq, 1) - p * erased
-
     read = load_block(dreads + place, 0, 0, C, C, C, C, True)
     coupled = load_block(dcoupling + place, 0, 0, C, C, C, C, True)
     du = (to_end * h)[:, None] * error_dmean
@@ -227,27 +221,53 @@ def _mean_gradients_kernel(
     dq += ((bh // H * T + first) * H + bh % H) * K
     store_rows(dq, dqueries, T - first, H * K, row, K, C, BD, EVEN)
 
-    out = dscalars + own * (4 * size) + at
-    tl.store(out + size, to_end * end_direction)
-    tl.store(out + 2 * size, -since * erased)
-    tl.store(out + 3 * size, tl.zeros((C,), tl.float32))
+    out = parts + own * (3 * size) + at
+    tl.store(out, tl.sum(error_dmean * u, 1))
+    tl.store(out + size, tl.sum(free_mean * kk, 1))
     end = tl.arange(0, C).to(tl.float32) == C - 1.0
-    dsince += tl.where(end, tl.sum(inner, 0), 0.0)
-    # of the ratios, those to the chunk's end alone have a gradient here
-    later = to_end[:, None] * (h * end_direction)[None, :]
-    tl.store(out, through_steps(later, lower_ratios(high, low, C), dsince, logs, C))
+    tl.store(out + 2 * size, tl.sum(do_mean * qq, 1) + tl.where(end, tl.sum(inner, 0), 0.0))
+
+
+@triton.jit(do_not_specialize=["padded"])
+def _mean_scalars_kernel(
+    gains, scalars, logs, dratios, parts, dscalars, padded, NB: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):
+    """The scalars' gradients from what both kernels before left of them."""
+    chunk = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    size = tl.num_programs(1).to(tl.int64) * padded
+    at = bh * padded + chunk * C + tl.arange(0, C)
+    logs += bh * padded + chunk * C
+    high, low = load_logs(logs, size, C)
+    end_high, end_low = load_logs(logs + C - 1, size, 1)
+    to_end = tl.exp((end_high - high) + (end_low - low))
+    direction = tl.zeros((C,), tl.float32)
+    erased = tl.zeros((C,), tl.float32)
+    dsince = tl.zeros((C,), tl.float32)
+    for n in range(NB):
+        direction += tl.load(parts + (3 * n) * size + at)
+        erased += tl.load(parts + (3 * n + 1) * size + at)
+        dsince += tl.load(parts + (3 * n + 2) * size + at)
+    tl.store(dscalars + size + at, tl.load(dscalars + size + at) + to_end * direction)
+    tl.store(dscalars + 2 * size + at, tl.load(dscalars + 2 * size + at) - tl.exp(high) * erased)
+    dsince -= tl.load(scalars + ERASE * size + at) * erased
+    i, _ = positions(C)
+    dratio = load_block(dratios + (bh * (padded // C) + chunk) * (C * C), 0, 0, C, C, C, C, True)
+    dratio += tl.where(i == C - 1.0, (tl.load(gains + at) * direction)[None, :], 0.0)
+    tl.store(dscalars + at, steps_gradient(dratio, dsince, logs, size, C, PRECISION))
 
 
 class Layout(NamedTuple):
-    """How the kernels of the gradients are laid out."""
+    """How the kernels are laid out."""
 
+    columns: int  # of the mean's adjoint, in one program
     keys: int  # a block of them
     values: int
     warps: int
     stages: int  # of loads under way, where products take one pass
 
 
-LAYOUT = Layout(keys=64, values=32, warps=4, stages=2)
+LAYOUT = Layout(columns=64, keys=64, values=32, warps=4, stages=2)
 
 
 class MeanGradients(NamedTuple):
@@ -272,7 +292,7 @@ def mean_backward(
     dmeans[:, :, -1] = dfinal
     dfree = torch.empty_like(errors)
     width, blocks = shape.key_blocks(128)
-    columns = shape.value_block(64 if blocks == 1 else 32)
+    columns = shape.value_block(LAYOUT.columns if blocks == 1 else 32)
     common = {"K": shape.key_dim, "V": shape.value_dim, "C": CHUNK, "EXACT": exact(k), "PRECISION": precision}
     _mean_adjoint_kernel[(triton.cdiv(shape.value_dim, columns), shape.programs)](
         q, k, do, U, gains, table.scalars, table.logs, inverse, reads, dmeans, dfree, shape.tokens, shape.heads,
@@ -282,21 +302,25 @@ def mean_backward(
     dtype = q.dtype if shape.heads == shape.groups else torch.float32
     dq = torch.empty(shape.batch, shape.tokens, shape.heads, shape.key_dim, dtype=dtype, device=q.device)
     dk, dU, dv = torch.empty_like(U), torch.empty_like(U), torch.empty_like(v)
-    dreads, dcoupling = torch.empty_like(inverse), torch.empty_like(inverse)
-    width, blocks = shape.key_blocks(LAYOUT.keys)
-    dscalars = torch.empty(
-        blocks + 1, 4, shape.batch, shape.heads, shape.padded, dtype=torch.float32, device=q.device
-    )
+    logs = in_float32(table.logs[0])
+    dreads, dcoupling, dratios = (torch.empty_like(inverse) for _ in range(3))
+    dscalars = torch.empty(4, *gains.shape, dtype=torch.float32, device=q.device)
     sizes = (shape.tokens, shape.heads, shape.groups, shape.padded)
+    width, blocks = shape.key_blocks(LAYOUT.keys)
     common["BV"] = shape.value_block(LAYOUT.values)
     common["num_stages"] = LAYOUT.stages if precision == "tf32" else 1
     _pairs_gradient_kernel[(shape.chunks, shape.programs)](
-        q, k, v, do, U, gains, table.scalars, table.logs, errors, dfree, dreads, dcoupling, dv, dscalars[blocks],
-        *sizes, BD=width, NB=blocks, num_warps=4, **common, **OPTIONS,
+        q, k, v, do, U, gains, table.scalars, logs, errors, dfree, dreads, dcoupling, dratios, dv, dscalars,
+        *sizes, BD=width, NB=blocks, num_warps=8, **common, **OPTIONS,
     )
+    parts = torch.empty(blocks, 3, *gains.shape, dtype=torch.float32, device=q.device)
     _mean_gradients_kernel[(blocks, shape.chunks, shape.programs)](
-        q, k, do, U, gains, table.scalars, table.logs, means, dmeans, errors, dfree, dreads, dcoupling, dq, dk, dU,
-        dscalars, *sizes, BD=width, num_warps=LAYOUT.warps, **common, **OPTIONS,
+        q, k, do, U, gains, table.scalars, logs, means, dmeans, errors, dfree, dreads, dcoupling, dq, dk, dU,
+        parts, *sizes, BD=width, num_warps=LAYOUT.warps, **common, **OPTIONS,
+    )
+    _mean_scalars_kernel[(shape.chunks, shape.programs)](
+        gains, table.scalars, logs, dratios, parts, dscalars, shape.padded, NB=blocks, C=CHUNK,
+        PRECISION=precision, num_warps=8, num_stages=1, **OPTIONS,
     )
     # a copy: a view would keep all of dmeans alive through the covariance's part
-    return MeanGradients(dq, dk, dv, dU, *dscalars.sum(0), dmeans[:, :, 0].clone())
+    return MeanGradients(dq, dk, dv, dU, *dscalars, dmeans[:, :, 0].clone())
