@@ -18,6 +18,9 @@ from torch.nn import functional
 # looked up once: torch.compile cannot trace the search
 TRITON = importlib.util.find_spec("triton") is not None
 
+# the least log decay: exp of it is 0 in float64 too, and sums of it over a chunk are exact to 1e-11
+FORGOTTEN = -800.0
+
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor is float64, otherwise float32: the precision of states and gates."""
@@ -91,6 +94,22 @@ def token_stride(x: Tensor) -> tuple[Tensor, int]:
     if x.stride() != (chunks * chunk * stride, chunk * stride, stride, width, 1):
         x, stride = x.contiguous(), heads * width
     return x, stride
+
+
+def step_gradients(read: Tensor, written: Tensor, carried: Tensor, recalled: Tensor, through: Tensor) -> Tensor:
+    """The gradients of log decays [B, N, C, H] in float64, each the sum over every product that its decay stands in.
+
+    Args:
+        read, written: [B, N, C, H], the sums over pairs of tokens in a chunk, by the later and by the earlier of both;
+            exactly the same pairs, of which those on one side of a step cancel.
+        carried, recalled: [B, N, C, H], of what a token wrote for the chunk's end, and read of the state met.
+        through: [B, N, H], of the state that passes through the chunk.
+    """
+    read, written, carried, recalled = (x.double() for x in (read, written, carried, recalled))
+    # shifted, not subtracted afterwards: under hard forgetting a step's gradient is far below its own token's
+    carried = functional.pad(carried[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
+    after = (read - written + recalled).flip(2).cumsum(2).flip(2)
+    return after + carried + through[:, :, None].double()
 
 
 class Decays(NamedTuple):

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ..chunks import check, chunk_length, compute_dtype, operand_dtype, split
+from ..chunks import FORGOTTEN, check, chunk_length, compute_dtype, operand_dtype, split, step_gradients
 from . import inside
 from .states import additive_states
-
-# exp of it is 0 in float64 too, and sums of it over a chunk are exact to 1e-11
-_FORGOTTEN = -800.0
 
 
 def additive(
@@ -56,9 +52,9 @@ def additive_in(
     chunk = chunk_length(tokens)
     if operands not in (torch.float32, torch.float64) and tokens > chunk and not inside.fused(k, v):
         chunk = 128  # torch writes a chunk's matrices and states out: fewer states, at half the memory traffic
-    steps = log_decay.double().clamp(min=_FORGOTTEN)
+    steps = log_decay.double().clamp(min=FORGOTTEN)
     if reset is not None:
-        steps = steps.masked_fill(reset[..., None], _FORGOTTEN)
+        steps = steps.masked_fill(reset[..., None], FORGOTTEN)
     if state is None:
         state = torch.zeros(batch, heads, value_dim, k.shape[-1], dtype=dtype, device=v.device)
     write = torch.ones_like(log_decay, dtype=dtype) if write is None else write.to(dtype)
@@ -97,15 +93,7 @@ class _Additive(torch.autograd.Function):
             left, dstate = additive_states(q, do, from_start, whole, dfinal, True)
             form = inside.gradients if inside.fused(k, v) else inside.gradients_in_torch
             dq, dk, dv, dwrite, *sums, through = form(q, k, v, write, do, met, left, total)
-        # a step's gradient is that of every product it stands in: pairs with the token that reads from it on and the
-        # token written before it, what tokens from it on recall, what tokens before it wrote for the chunk's end, and
-        # the state carried through. Shifted, not subtracted afterwards: under hard forgetting a step's gradient is far
-        # below its own token's
-        read, written, carried, recalled = (x.double() for x in sums)
-        carried = functional.pad(carried[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
-        after = (read - written + recalled).flip(2).cumsum(2).flip(2)
-        dsteps = after + carried + (whole * through)[:, :, None].double()
-        return dq, dk, dv, dwrite, dsteps, dstate
+        return dq, dk, dv, dwrite, step_gradients(*sums, whole * through), dstate
 
 
 def _decays(steps: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..channels import overlaps, spans
-from ..chunks import check, chunk_decays, chunk_length, compute_dtype, expand_heads, operand_dtype, split
+from ..chunks import FORGOTTEN, check, chunk_decays, chunk_length, compute_dtype, expand_heads, operand_dtype, split
 from ..products import product
 from ..triangular import unit_lower_inverse
+from . import inside
 from .states import delta_states
 
 
@@ -62,6 +63,13 @@ def delta_in(
     batch, tokens, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
     chunk = chunk_length(tokens)
+    memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=v.device) if state is None else state
+    if q.dtype == k.dtype == v.dtype == operands and inside.fused(k):
+        steps = log_decay.double().clamp(min=FORGOTTEN)
+        if reset is not None:
+            steps = steps.masked_fill(reset[..., None], FORGOTTEN)
+        o, memory = inside.Delta.apply(*(split(x, chunk) for x in (q, k, v, beta.to(dtype), steps)), memory.to(dtype))
+        return o.flatten(1, 2)[:, :tokens], memory
     decays = chunk_decays(log_decay, reset, chunk, dtype)
     # keys keep their G heads: the products below take all value heads of a group (r) at once. Each use rounds for
     # itself, which loses nothing forward and lets the gradients of all uses add up in float32
@@ -75,10 +83,9 @@ def delta_in(
     # the system is solved for in float32, whatever the other products' operands are
     alike = product("bngsk,bngtk->bngst", keys, keys)
     coupling = (within * alike[:, :, :, None]).flatten(2, 3).mT.tril(-1)
-    solve = unit_lower_inverse(step[..., None] * coupling) * step[..., None, :]  # T
-    memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=v.device) if state is None else state
+    solve = unit_lower_inverse(step[..., None] * coupling)
     met, corrections, memory = delta_states(
-        solve.to(operands), v, k.to(operands), decays.from_start, decays.to_end, decays.whole, memory.to(dtype)
+        solve.to(operands), step, v, k.to(operands), decays.from_start, decays.to_end, decays.whole, memory.to(dtype)
     )
     before = product("bngck,bngrkv->bngrcv", queries.to(operands), met.unflatten(2, per_group)).flatten(2, 3)
     asked = product("bngsk,bngtk->bngst", keys, queries)

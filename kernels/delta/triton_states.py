@@ -10,7 +10,7 @@ from torch import Tensor
 
 @triton.jit(do_not_specialize=["N", "H", "G"])
 def _scan_kernel(
-    solve, v, k, from_start, to_end, whole, start, states, corrections, final, N, H, G,
+    solve, beta, v, k, from_start, to_end, whole, start, states, corrections, final, N, H, G,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     columns = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -23,8 +23,8 @@ def _scan_kernel(
     inside = (keys < K)[:, None] & (columns < V)[None, :]
     low = k.dtype.element_ty
     state = tl.load(start + bh * (K * V) + tile, mask=inside, other=0.0)
-    for step in range(N):
-        n = batch * N + step
+    for i in range(N):
+        n = batch * N + i
         head = n * H + h
         tl.store(states + head * (K * V) + tile, state.to(low), mask=inside)
         at = n * C + tokens
@@ -33,7 +33,8 @@ def _scan_kernel(
         t = tl.load(solve + head * (C * C) + tokens[:, None] * C + tokens[None, :])
         since = tl.load(from_start + head * C + tokens)[:, None]
         left = tl.load(to_end + head * C + tokens)[:, None]
-        error = vv.to(tl.float32) - since * tl.dot(kk, state.to(low), input_precision=PRECISION)
+        step = tl.load(beta + head * C + tokens)[:, None]
+        error = step * (vv.to(tl.float32) - since * tl.dot(kk, state.to(low), input_precision=PRECISION))
         correction = tl.dot(t, error.to(low), input_precision=PRECISION)
         out = corrections + (head * C + tokens)[:, None] * V + columns[None, :]
         tl.store(out, correction.to(low), mask=(columns < V)[None, :])
@@ -44,7 +45,7 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["N", "H", "G"])
 def _adjoint_kernel(
-    solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal, states, totals, derrors, dstart, N, H, G,
+    solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal, states, totals, adjoints, dstart, N, H, G,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     columns = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -57,8 +58,8 @@ def _adjoint_kernel(
     inside = (keys < K)[:, None] & (columns < V)[None, :]
     low = k.dtype.element_ty
     state = tl.load(dfinal + bh * (K * V) + tile, mask=inside, other=0.0)
-    for step in range(N):
-        n = batch * N + (N - 1 - step)
+    for i in range(N):
+        n = batch * N + (N - 1 - i)
         head = n * H + h
         tl.store(states + head * (K * V) + tile, state.to(low), mask=inside)
         at = n * C + tokens
@@ -71,10 +72,11 @@ def _adjoint_kernel(
         total += left * tl.dot(kk, state.to(low), input_precision=PRECISION)
         tl.store(totals + rows, total.to(low), mask=(columns < V)[None, :])
         error = tl.dot(tl.trans(t), total.to(low), input_precision=PRECISION)
-        tl.store(derrors + rows, error.to(low), mask=(columns < V)[None, :])
+        tl.store(adjoints + rows, error.to(low), mask=(columns < V)[None, :])
         state *= tl.load(whole + head)
         state += tl.load(dmet + head * (K * V) + tile, mask=inside, other=0.0).to(tl.float32)
-        state = tl.dot(tl.trans(kk), (-since * error).to(low), state, input_precision=PRECISION)
+        step = tl.load(beta + head * C + tokens)[:, None]
+        state = tl.dot(tl.trans(kk), (-since * step * error).to(low), state, input_precision=PRECISION)
     tl.store(dstart + bh * (K * V) + tile, state, mask=inside)
 
 
@@ -92,40 +94,34 @@ def _options(k: Tensor, heads: int, value_dim: int) -> tuple[tuple[int, int], di
 
 
 def scan(
-    solve: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
+    solve: Tensor, beta: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`surgery.kernels.delta.states.delta_states`; C a power of two from 16, K at most its ``MAX_KEY``."""
-    solve, v, k, from_start, to_end, whole, start = _contiguous(solve, v, k, from_start, to_end, whole, start)
+    tensors = _contiguous(solve, beta, v, k, from_start, to_end, whole, start)
     batch, chunks, length, groups, key_dim = k.shape
     heads, value_dim = v.shape[3:]
     states = torch.empty(batch, chunks, heads, key_dim, value_dim, dtype=k.dtype, device=k.device)
     corrections = torch.empty(batch, chunks, heads, length, value_dim, dtype=k.dtype, device=k.device)
-    final = torch.empty_like(start)
+    final = torch.empty(start.shape, dtype=start.dtype, device=start.device)
     grid, options = _options(k, heads, value_dim)
-    _scan_kernel[grid](
-        solve, v, k, from_start, to_end, whole, start, states, corrections, final, chunks, heads, groups, **options
-    )
+    _scan_kernel[grid](*tensors, states, corrections, final, chunks, heads, groups, **options)
     return states, corrections, final
 
 
 def adjoint(
-    solve: Tensor, dcorrections: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, dmet: Tensor,
-    dfinal: Tensor,
+    solve: Tensor, beta: Tensor, dcorrections: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
+    dmet: Tensor, dfinal: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The adjoints of the states at the chunks' ends, of the corrections, of the errors and of the start."""
-    solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal = _contiguous(
-        solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal
-    )
+    """The adjoints of the states at the chunks' ends, of the corrections, the latter times solve^T, and of the
+    start."""
+    tensors = _contiguous(solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal)
     _, chunks, heads, _, value_dim = dcorrections.shape
     states = torch.empty(dmet.shape, dtype=k.dtype, device=k.device)
-    totals, derrors = (torch.empty(dcorrections.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    dstart = torch.empty_like(dfinal)
+    totals, adjoints = (torch.empty(dcorrections.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    dstart = torch.empty(dfinal.shape, dtype=dfinal.dtype, device=dfinal.device)
     grid, options = _options(k, heads, value_dim)
-    _adjoint_kernel[grid](
-        solve, dcorrections, k, from_start, to_end, whole, dmet, dfinal, states, totals, derrors, dstart, chunks,
-        heads, k.shape[3], **options,
-    )
-    return states, totals, derrors, dstart
+    _adjoint_kernel[grid](*tensors, states, totals, adjoints, dstart, chunks, heads, k.shape[3], **options)
+    return states, totals, adjoints, dstart
 
 
 def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

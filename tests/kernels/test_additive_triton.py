@@ -108,6 +108,7 @@ def test_delta_scan_and_its_adjoint(poisoned, monkeypatch, shape):
 
     batch, chunks, length, heads, groups, key_dim, value_dim = shape
     solve = random(batch, chunks, heads, length, length).tril() / length
+    beta = random(batch, chunks, heads, length).sigmoid()
     k = normalize(random(batch, chunks, length, groups, key_dim), dim=-1)
     gates = (
         random(batch, chunks, heads, length).sigmoid(), random(batch, chunks, heads, length).sigmoid(),
@@ -116,11 +117,48 @@ def test_delta_scan_and_its_adjoint(poisoned, monkeypatch, shape):
     start = random(batch, heads, key_dim, value_dim)
     monkeypatch.setenv("SURGERY_KERNELS", "chunked")
     v = random(batch, chunks, length, heads, value_dim)
-    compare(scan(solve, v, k, *gates, start), delta_states._forward(solve, v, k, *gates, start))
+    compare(scan(solve, beta, v, k, *gates, start), delta_states._forward(solve, beta, v, k, *gates, start))
     of_corrections = random(batch, chunks, heads, length, value_dim)
     of_states = random(batch, chunks, heads, key_dim, value_dim)
-    arguments = (solve, of_corrections, k, *gates, of_states, start)
+    arguments = (solve, beta, of_corrections, k, *gates, of_states, start)
     compare(adjoint(*arguments), delta_states._adjoint(*arguments))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU's products of float32 numbers would be TF32's")
+@pytest.mark.parametrize("shape", [(2, 3, 16, 4, 2, 24, 40), (1, 2, 32, 2, 2, 80, 72)])
+def test_delta_inside_chunks(poisoned, shape):
+    """All of the fused form, against the sequential rule in float64; a reset and hard forgetting among the decays."""
+    from surgery.kernels.chunks import step_gradients
+    from surgery.kernels.delta.triton_chunks import backward, forward
+
+    batch, chunks, length, heads, groups, key_dim, value_dim = shape
+    tokens = chunks * length
+    arguments = {
+        "q": torch.randn(batch, tokens, groups, key_dim), "k": torch.randn(batch, tokens, groups, key_dim),
+        "v": torch.randn(batch, tokens, heads, value_dim), "log_decay": -torch.randn(batch, tokens, heads).exp(),
+        "beta": torch.rand(batch, tokens, heads), "state": torch.randn(batch, heads, key_dim, value_dim),
+    }
+    arguments["k"] = normalize(arguments["k"], dim=-1)
+    reset = torch.zeros(batch, tokens, dtype=torch.bool)
+    reset[0, tokens // 3] = True
+    weights = torch.randn(arguments["v"].shape), torch.randn(arguments["state"].shape)
+    exact = {name: x.double() for name, x in arguments.items()}
+    o, after, *expected = gradients(delta_reference.delta, exact, reset, weights)
+
+    def chunked(x):
+        return x.unflatten(1, (chunks, length))
+
+    steps = arguments["log_decay"].double().masked_fill(reset[..., None], -800.0)
+    inputs = *(chunked(arguments[name]) for name in ("q", "k", "v", "beta")), chunked(steps).cumsum(2)
+    out, final, *kept = forward(*inputs, arguments["state"])
+    dq, dk, dv, dbeta, *sums, dstate = backward(chunked(weights[0]), weights[1], *inputs, *kept)
+    dsteps = step_gradients(*sums).masked_fill(chunked(reset)[..., None], 0.0)
+    found = out, final, dq, dk, dv, dsteps, dbeta, dstate
+    expected = o, after, *expected
+    names = ("o", "after", *arguments)
+    for name, one, other in zip(names, found, expected, strict=True):
+        one = one if one.shape == other.shape else one.flatten(1, 2)
+        assert relative(one, other) < 1e-5, (name, relative(one, other))
 
 
 def problem(rule: str, tokens: int, key_dim: int, value_dim: int, device: str, dtype: torch.dtype):

@@ -1,0 +1,83 @@
+"""The gated delta rule by chunks as two operators in Triton, forward and backward, which torch.compile does not look
+into: for CUDA, half precision, keys of up to 256 entries and one decay a head.
+
+A chunk that meets the state S corrects it by E = P (beta (v - A k S)), where P = (I + L)^-1 and L [t, s] =
+beta_t (A_t / A_s) k_t.k_s below the diagonal (:mod:`.chunked`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..chunks import fused as wanted
+from ..chunks import step_gradients
+
+# whether the kernels run unasked
+BY_DEFAULT = False
+MAX_KEY = 256  # programs of the kernels hold all of a key
+
+
+def fused(k: Tensor) -> bool:
+    """Whether the operators are to take such keys."""
+    half = k.dtype in (torch.bfloat16, torch.float16)
+    return half and k.shape[-1] <= MAX_KEY and wanted(k, BY_DEFAULT)
+
+
+class Delta(torch.autograd.Function):
+    """q, k [B, N, C, G, K], v [B, N, C, H, V] of one half precision, beta [B, N, C, H], log decays [B, N, C, H] in
+    float64, the state [B, H, K, V] in float32 -> outputs like v, and the state after all chunks."""
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, steps: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        total = steps.cumsum(2)
+        o, final, *kept = _forward(q, k, v, beta, total, state)
+        ctx.save_for_backward(q, k, v, beta, total, *kept)
+        return o, final
+
+    @staticmethod
+    def backward(ctx, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, beta, total, *kept = ctx.saved_tensors
+        dq, dk, dv, dbeta, *sums, dstate = _backward(do.to(v.dtype), dfinal, q, k, v, beta, total, *kept)
+        return dq, dk, dv, dbeta, step_gradients(*sums), dstate
+
+
+@torch.library.custom_op("surgery::delta", mutates_args=(), device_types="cuda")
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs and the last state; and for the backward pass P [B, N, H, C, C], the states met [B, N, H, K, V] and the
+    corrections E [B, N, H, C, V]."""
+    from . import triton_chunks
+
+    return triton_chunks.forward(q, k, v, beta, total, start)
+
+
+@torch.library.custom_op("surgery::delta_backward", mutates_args=(), device_types="cuda")
+def _backward(
+    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, solve: Tensor,
+    met: Tensor, corrections: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and beta; what :func:`surgery.kernels.chunks.step_gradients` takes; and that of the
+    state."""
+    from . import triton_chunks
+
+    return triton_chunks.backward(do, dfinal, q, k, v, beta, total, solve, met, corrections)
+
+
+@_forward.register_fake
+def _(q, k, v, beta, total, start):
+    batch, chunks, length, heads, value_dim = v.shape
+    met = k.new_empty(batch, chunks, heads, *start.shape[2:])
+    corrections = k.new_empty(batch, chunks, heads, length, value_dim)
+    solve = k.new_empty(batch, chunks, heads, length, length)
+    return v.new_empty(v.shape), start.new_empty(start.shape), solve, met, corrections
+
+
+@_backward.register_fake
+def _(do, dfinal, q, k, v, beta, total, solve, met, corrections):
+    sums = (beta.new_empty(beta.shape) for _ in range(5))
+    through = beta.new_empty(met.shape[:3])
+    return *(x.new_empty(x.shape) for x in (q, k, v)), *sums, through, dfinal.new_empty(dfinal.shape)
