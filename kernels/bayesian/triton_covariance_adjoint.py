@@ -56,7 +56,7 @@ def _closed_loop_kernel(
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """F and S [C, K], the latter in ``pulls``."""
+    """F and S as [K, C], the latter in ``pulls``."""
     EVEN: tl.constexpr = BD * NB == K
     chunk = tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -65,6 +65,7 @@ def _closed_loop_kernel(
     at = bh * padded + first + tl.arange(0, C)
     keys = k + ((bh // H * T + first) * G + (bh % H) // (H // G)) * K
     tokens = (bh * padded + first) * K
+    place = bh * (padded // C) + chunk
     h = tl.load(gains + at)
     own = tl.load(precision + bh % H).to(tl.float32) * h * h * tl.load(dgains + at)
     pulled = tl.zeros((C, C), tl.float32)
@@ -78,15 +79,17 @@ def _closed_loop_kernel(
     i, j = positions(C)
     factor = lower_ratios(high, low, C) * (tl.load(scalars + SHRINK * size + at) * h)[None, :]
     pulled = tl.where(i > j, -factor * pulled, 0.0)
-    # J goes to the keys, J sqrt C, and then what pulls to F
-    J = load_block(inverse + (bh * (padded // C) + chunk) * (C * C), 0, 0, C, C, C, C, True) * since[None, :]
+    # transposed, so that the right operands lie in memory as products want them
+    J = load_block(inverse + place * (C * C), 0, 0, C, C, C, C, True) * since[None, :]
+    F += place * (K * C)
+    pulls += place * (K * C)
     for n in range(NB):
-        kk = load_rows(keys, T - first, G * K, n * BD, K, C, BD, EVEN)
-        f = dot(J, kk, tl.zeros((C, BD), tl.float32), False, EXACT, PRECISION)
-        store_rows(F + tokens, f, None, K, n * BD, K, C, BD, EVEN)
-        du = load_rows(dU + tokens, None, K, n * BD, K, C, BD, EVEN)
-        s = dot(pulled, f, since[:, None] * (du - own[:, None] * kk), False, False, PRECISION)
-        store_rows(pulls + tokens, s, None, K, n * BD, K, C, BD, EVEN)
+        kk = tl.trans(load_rows(keys, T - first, G * K, n * BD, K, C, BD, EVEN))
+        f = dot(kk, tl.trans(J), tl.zeros((BD, C), tl.float32), EXACT, False, PRECISION)
+        store_block(F, f, n * BD, 0, K, C, BD, C, EVEN)
+        du = tl.trans(load_rows(dU + tokens, None, K, n * BD, K, C, BD, EVEN))
+        s = dot(f, tl.trans(pulled), since[None, :] * (du - own[None, :] * kk), False, False, PRECISION)
+        store_block(pulls, s, n * BD, 0, K, C, BD, C, EVEN)
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded"])
@@ -144,7 +147,7 @@ def _congruence_kernel(
     U, F, pulls, gains, scalars, logs, phi, dP, padded,
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Rows of ``phi`` [K, K], Phi^T, and of Sigma, which goes where the chunk's D will be."""
+    """Columns of ``phi`` [K, K], Phi^T, and rows of Sigma, which goes where the chunk's D will be."""
     EVEN: tl.constexpr = BD * NB == K
     row = tl.program_id(0) * BD
     chunk = tl.program_id(1)
@@ -159,24 +162,30 @@ def _congruence_kernel(
     weight = tl.load(scalars + SHRINK * size + at) * tl.load(gains + at)
     weight *= tl.exp((end_high - high) + (end_low - low))
     whole = tl.exp(tl.load(logs + bh * padded + first + C - 1))
-    f = tl.trans(load_rows(F + tokens, None, K, row, K, C, BD, EVEN))
     i, j = positions(BD)
-    phi += (bh * chunks + chunk) * (K * K)
+    place = bh * chunks + chunk
+    F += place * (K * C)
+    pulls += place * (K * C)
+    phi += place * (K * K)
     dP += (bh * (chunks + 1) + chunk) * (K * K)
+    w = tl.trans(-weight[:, None] * load_rows(U + tokens, None, K, row, K, C, BD, EVEN))
     for m in range(NB):
         column = m * BD
-        w = -weight[:, None] * load_rows(U + tokens, None, K, column, K, C, BD, EVEN)
+        f = tl.trans(load_block(F, column, 0, K, C, BD, C, EVEN))
         turned = tl.where(i + row == j + column, whole, 0.0)
-        turned = dot(f, w, turned, False, False, PRECISION)
-        store_block(phi, turned, row, column, K, K, BD, BD, EVEN)
-        w = load_rows(pulls + tokens, None, K, column, K, C, BD, EVEN)
-        sigma = dot(f, w, tl.zeros((BD, BD), tl.float32), False, False, PRECISION)
+        turned = dot(w, f, turned, False, False, PRECISION)
+        store_block(phi, tl.trans(turned), column, row, K, K, BD, BD, EVEN)
+    f = load_block(F, row, 0, K, C, BD, C, EVEN)
+    for m in range(NB):
+        column = m * BD
+        s = tl.trans(load_block(pulls, column, 0, K, C, BD, C, EVEN))
+        sigma = dot(f, s, tl.zeros((BD, BD), tl.float32), False, False, PRECISION)
         if NB == 1:
             sigma += tl.trans(sigma)
         else:
-            s = tl.trans(load_rows(pulls + tokens, None, K, row, K, C, BD, EVEN))
-            w = load_rows(F + tokens, None, K, column, K, C, BD, EVEN)
-            sigma = dot(s, w, sigma, False, False, PRECISION)
+            s = load_block(pulls, row, 0, K, C, BD, C, EVEN)
+            other = tl.trans(load_block(F, column, 0, K, C, BD, C, EVEN))
+            sigma = dot(s, other, sigma, False, False, PRECISION)
         store_block(dP, 0.5 * sigma, row, column, K, K, BD, BD, EVEN)
 
 
@@ -235,8 +244,9 @@ def _covariance_adjoint_kernel(
                     b = tl.trans(load_block(phi, m * BD, part, K, K, BD, BK, EVEN))
                     state = dot(a, b, state, False, False, PRECISION)
                 if not UNIT:
-                    f = tl.trans(more[:, None] * load_rows(F + tokens, None, K, n * BD, K, C, BD, EVEN))
-                    other = load_rows(F + tokens, None, K, m * BD, K, C, BD, EVEN)
+                    chunk_F = F + (bh * chunks + chunk) * (K * C)
+                    f = more[None, :] * load_block(chunk_F, n * BD, 0, K, C, BD, C, EVEN)
+                    other = tl.trans(load_block(chunk_F, m * BD, 0, K, C, BD, C, EVEN))
                     state = dot(f, other, state, False, False, PRECISION)
                 store_block(dP, state, n * BD, m * BD, K, K, BD, BD, EVEN)
         tl.debug_barrier()

@@ -170,7 +170,10 @@ def _elimination_gradient_kernel(
         dx = tl.sum(dobservation * tl.sum(tl.where(i == j, with_keys, 0.0), 1), 0)
         tl.store(dprecision + place, dx)
         tl.store(dscalars + 3 * size + at, -h * chi)
-    inner = dot(tl.trans(J), dot(inner, J, nothing, False, False, PRECISION), nothing, False, False, PRECISION)
+    # (J^T (inner J))^T in two steps, with the right operands as they lie
+    J = tl.trans(J)
+    inner = dot(J, tl.trans(inner), nothing, False, False, PRECISION)
+    inner = dot(J, tl.trans(inner), nothing, False, False, PRECISION)
     inner = 0.5 * (inner + tl.trans(inner))
     # every thread has read J
     tl.debug_barrier()
@@ -251,20 +254,20 @@ def _keys_gradient_kernel(
     tokens = (bh * padded + first) * K
     place = (bh * (padded // C) + chunk) * (C * C)
     P += (bh * slots + chunk) * (K * K)
-    gradient = load_rows(dk + tokens, None, K, column, K, C, BN, WHOLE)
+    # transposed, so that the right operands lie in memory as products want them
     gathered = tl.load(scalars + GATHERED * size + at)
+    gradient = load_rows(dk + tokens, None, K, column, K, C, BN, WHOLE)
     gradient += gathered[:, None] * load_rows(db + tokens, None, K, column, K, C, BN, WHOLE)
+    own = tl.trans(load_rows(keys, T - first, G * K, column, K, C, BN, WHOLE))
     symmetric = load_block(through_keys + place, 0, 0, C, C, C, C, True)
-    own = load_rows(keys, T - first, G * K, column, K, C, BN, WHOLE)
-    gradient = dot(symmetric, own, gradient, False, EXACT, PRECISION)
+    gradient = dot(own, tl.trans(symmetric), tl.trans(gradient), EXACT, False, PRECISION)
     since = tl.exp(tl.load(logs + at))
     symmetric = load_block(through_reads + place, 0, 0, C, C, C, C, True)
     for m in range(NB):
-        read = (since * since)[:, None] * load_rows(db + tokens, None, K, m * BD, K, C, BD, EVEN)
-        kk = load_rows(keys, T - first, G * K, m * BD, K, C, BD, EVEN)
-        read = dot(symmetric, kk, read, False, EXACT, PRECISION)
-        # read by columns, since P is symmetric and products want it so
-        p = tl.trans(load_block(P, column, m * BD, K, K, BN, BD, EVEN and WHOLE))
-        gradient = dot(read, p, gradient, False, False, PRECISION)
+        read = tl.trans((since * since)[:, None] * load_rows(db + tokens, None, K, m * BD, K, C, BD, EVEN))
+        kk = tl.trans(load_rows(keys, T - first, G * K, m * BD, K, C, BD, EVEN))
+        read = dot(kk, tl.trans(symmetric), read, EXACT, False, PRECISION)
+        p = load_block(P, column, m * BD, K, K, BN, BD, EVEN and WHOLE)
+        gradient = dot(p, read, gradient, False, False, PRECISION)
     dkeys += ((bh // H * T + first) * H + bh % H) * K
-    store_rows(dkeys, gradient, T - first, H * K, column, K, C, BN, WHOLE)
+    store_rows(dkeys, tl.trans(gradient), T - first, H * K, column, K, C, BN, WHOLE)
