@@ -8,15 +8,26 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+
+def _builds() -> bool:
+    """Whether Triton can build what starts its kernels: a C compiler and Python's headers are there."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return bool(compiler) and headers.exists() and importlib.util.find_spec("triton") is not None
+
+
 # looked up once: torch.compile cannot trace the search
-TRITON = importlib.util.find_spec("triton") is not None
+TRITON = _builds()
 
 # the least log decay: exp of it is 0 in float64 too, and sums of it over a chunk are exact to 1e-11
 FORGOTTEN = -800.0

@@ -19,6 +19,7 @@ from .additive import chunked as additive_chunked
 from .additive import reference as additive_reference
 from .bayesian import chunked as bayesian_chunked
 from .bayesian import reference as bayesian_reference
+from .chunks import TRITON
 from .delta import chunked as delta_chunked
 from .delta import reference as delta_reference
 from .palimpsa import chunked as palimpsa_chunked
@@ -76,7 +77,7 @@ def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> 
             raise ValueError(f"SURGERY_KERNELS={forced}: choose one of {', '.join(BACKENDS)}")
         if _has(rule, forced):
             return forced
-    if str(device).startswith("cuda") and rule in TRITON_BY_DEFAULT and _has(rule, "triton"):
+    if str(device).startswith("cuda") and rule in TRITON_BY_DEFAULT and TRITON and _has(rule, "triton"):
         return "triton"
     return "reference" if tokens == 1 else "chunked"
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from . import chunks
 
-# whether it runs unasked
-BY_DEFAULT = False
+BY_DEFAULT = True  # whether it runs unasked
 MAX_WIDTH = 16384  # of a group: a program of the kernels holds all of it
 
 

@@ -181,10 +181,10 @@ def _call(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) 
     batch, tokens, channels = x.shape
     weight = weight.contiguous()
     mask = weight if reset is None else reset.contiguous().view(torch.uint8)
-    block = 256  # channels, eight for each lane of a warp
+    block = 256  # channels, four for each lane of two warps
     options = {
         "C": channels, "W": weight.shape[1], "BT": TOKENS, "BC": block, "BIAS": bias is not None,
-        "RESET": reset is not None, "num_warps": 1, "enable_fp_fusion": True,
+        "RESET": reset is not None, "num_warps": 2, "enable_fp_fusion": True,
     }
     grid = (triton.cdiv(channels, block), triton.cdiv(tokens, TOKENS), batch)
     return x, (weight, weight if bias is None else bias.contiguous(), mask), grid, options

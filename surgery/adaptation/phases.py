@@ -25,7 +25,7 @@ from surgery.adaptation.teaching import Body
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.errors import JobError
 from surgery.evaluation.loading import load_tokenizer
-from surgery.graft.compiling import compiled_mixers, wanted
+from surgery.graft.compiling import compiled_mixers, remark, wanted
 from surgery.hosts import adapter_for, load_model
 from surgery.recipe import Phase, Recipe
 
@@ -262,6 +262,8 @@ def _train(trainer: Any, phase: Phase, saved: Path | None, folder: Path, options
     done = checkpoints.step_of(saved) if saved else 0
     if done:
         options.say(f"phase {phase.label}: resuming after step {done} of {phase.total_steps}")
+    if note := remark(options.device):
+        options.say(f"phase {phase.label}: {note}")
     trainer.watcher.begin(done, phase.total_steps)
     try:
         with warnings.catch_warnings(), compiled_mixers(wanted(options.device)):

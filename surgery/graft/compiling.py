@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 
 from surgery.errors import UsageError
+from surgery.kernels.chunks import TRITON
 
 SWITCH = "SURGERY_COMPILE"
 VARIANTS = 64  # compilations of one function: shapes, rules, and who gets gradients
@@ -26,16 +27,24 @@ _active = False
 
 
 def wanted(device: str) -> bool:
-    """Whether training on ``device`` compiles: on CUDA, under SURGERY_COMPILE=1. It is not the default as long as
-    ``pytest -m gpu tests/graft/test_compiling.py`` has not been seen to pass on a GPU.
+    """Whether training on ``device`` compiles: on CUDA, unless SURGERY_COMPILE=0, and where Triton can build kernels.
 
     Raises:
         UsageError: SURGERY_COMPILE is neither 0 nor 1.
     """
-    choice = os.environ.get(SWITCH, "0")
+    choice = os.environ.get(SWITCH, "1")
     if choice not in ("0", "1"):
         raise UsageError(f"{SWITCH}={choice}: choose 0 or 1")
-    return choice == "1" and device.startswith("cuda")
+    return choice == "1" and device.startswith("cuda") and TRITON
+
+
+def remark(device: str) -> str | None:
+    """What a user should know of it before the first step, if anything."""
+    if wanted(device):
+        return f"the first step compiles the mixers, which takes a minute or two ({SWITCH}=0 runs them as they are)"
+    if device.startswith("cuda") and not TRITON:
+        return "there is no C compiler, Python header or Triton to build kernels with: the mixers run more slowly"
+    return None
 
 
 @contextmanager

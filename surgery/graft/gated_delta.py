@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surgery.graft.base import Graft, RMSNorm, wide
+from surgery.graft.base import Graft, RMSNorm, project, wide
 from surgery.kernels import gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
@@ -134,15 +134,7 @@ class GatedDeltaGraft(DeltaGraft):
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         gate = (self.g_proj,) if self.use_gate else ()
-        projections = (self.q_proj, self.k_proj, self.v_proj, *gate, self.a_proj, self.b_proj)
-        if torch.compiler.is_compiling() and all(type(projection) is nn.Linear for projection in projections):
-            # one product instead of six, and its gradients two instead of twelve; q, k and v then lie side by side
-            rows = F.linear(hidden, torch.cat([projection.weight for projection in projections]))
-            widths = [2 * self.keys + self.values, *(projection.out_features for projection in projections[3:])]
-            x, *rest = rows.split(widths, dim=-1)
-        else:
-            q, k, v, *rest = (projection(hidden) for projection in projections)
-            x = torch.cat([q, k, v], dim=-1)
+        x, rest = project(hidden, (self.q_proj, self.k_proj, self.v_proj), (*gate, self.a_proj, self.b_proj))
         return x, (*rest[-2:], *rest[:-2])
 
     def _convolution(self) -> tuple[Tensor, Tensor | None] | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from surgery.graft.base import project
 from surgery.graft.gated_delta import DeltaGraft, GatedRMSNorm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
@@ -82,4 +83,5 @@ class FlatDeltaGraft(_PackedDeltaGraft):
         self.in_proj_a = nn.Linear(g.hidden_size, g.num_heads, bias=False)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return self.in_proj_qkv(hidden), (self.in_proj_a(hidden), self.in_proj_b(hidden), self.in_proj_z(hidden))
+        x, (z, a, b) = project(hidden, (self.in_proj_qkv,), (self.in_proj_z, self.in_proj_a, self.in_proj_b))
+        return x, (a, b, z)

@@ -77,24 +77,28 @@ def test_what_is_not_compiled(compilations):
 
 
 def test_where_training_compiles(monkeypatch):
+    monkeypatch.setattr(compiling, "TRITON", True)
     monkeypatch.delenv("SURGERY_COMPILE", raising=False)
-    assert not compiling.wanted("cuda")
-    monkeypatch.setenv("SURGERY_COMPILE", "1")
     assert compiling.wanted("cuda") and not compiling.wanted("cpu")
+    assert "SURGERY_COMPILE=0" in compiling.remark("cuda") and compiling.remark("cpu") is None
+    monkeypatch.setattr(compiling, "TRITON", False)
+    assert not compiling.wanted("cuda:1")
+    assert "C compiler" in compiling.remark("cuda:1") and compiling.remark("cpu") is None
+    monkeypatch.setattr(compiling, "TRITON", True)
     monkeypatch.setenv("SURGERY_COMPILE", "0")
-    assert not compiling.wanted("cuda")
+    assert not compiling.wanted("cuda") and compiling.remark("cuda") is None
     monkeypatch.setenv("SURGERY_COMPILE", "yes")
     with pytest.raises(UsageError, match="SURGERY_COMPILE=yes: choose 0 or 1"):
         compiling.wanted("cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["", "triton"])
-@pytest.mark.parametrize("rule", ["host", "palimpsa"])
-def test_compiled_on_a_gpu(monkeypatch, rule, kernels):
+@pytest.mark.parametrize("kernels", ["", "triton", "chunked"])
+@pytest.mark.parametrize(("style", "rule"), [("additive", "host"), ("additive", "palimpsa"), ("delta", "host")])
+def test_compiled_on_a_gpu(monkeypatch, style, rule, kernels):
     """Inductor's kernels under bfloat16 autocast, against the float32 mixer: no further off than the eager mixer."""
     monkeypatch.setenv("SURGERY_KERNELS", kernels)
-    graft = make("additive", rule).cuda()
+    graft = make(style, rule).cuda()
     graft.memory.dose.fill_(1.0)
     hidden, reset = torch.randn(2, 333, 24, device="cuda"), torch.rand(2, 333, device="cuda") < 0.02
     weight = torch.randn(2, 333, 24, device="cuda")
