@@ -46,12 +46,14 @@ from .triton_covariance_gradients import (
 
 
 class Layout(NamedTuple):
-    """How the kernels that run over all chunks at once are laid out."""
+    """How the kernels are laid out; a block is of keys."""
 
-    block: int  # of keys
+    block: int  # of most of the kernels that run over all chunks at once, on 4 warps
+    narrow: int  # of those that work the better for a smaller one
+    stages: int  # of loads under way in the walk back
 
 
-LAYOUT = Layout(block=32)
+LAYOUT = Layout(block=64, narrow=32, stages=3)
 
 
 class CovarianceGradients(NamedTuple):
@@ -102,15 +104,15 @@ def covariance_backward(
     )
     del keys_keys
     steps_gradient_kernel[grid](
-        dfactors, known_read, logs, dscalars, shape.padded, C=CHUNK, PRECISION="tf32x3", num_warps=8, **OPTIONS
+        dfactors, known_read, logs, dscalars, shape.padded, C=CHUNK, PRECISION="tf32x3", num_warps=4, **OPTIONS
     )
     # rounded once only: a sum over the value heads of a key head comes before
     dtype = k.dtype if shape.heads == shape.groups else torch.float32
     dkeys = torch.empty(shape.batch, shape.tokens, shape.heads, shape.key_dim, dtype=dtype, device=k.device)
-    columns, several = shape.key_blocks(64)
-    _keys_gradient_kernel[(several, *grid)](
-        k, dU, dk, inverse, read_keys, table.scalars, logs, P, dkeys, *sizes, P.shape[2], BN=columns,
-        EXACT=exact(k), **keys,
+    narrow, parts = shape.key_blocks(LAYOUT.narrow)
+    _keys_gradient_kernel[(blocks, *grid)](
+        k, dU, dk, inverse, read_keys, table.scalars, logs, P, dkeys, *sizes, P.shape[2], BN=width, EXACT=exact(k),
+        **{**keys, "BD": narrow, "NB": parts},
     )
     return CovarianceGradients(dkeys, *dscalars, dprecision, 0.5 * (dP[:, :, 0] + dP[:, :, 0].mT))
 
@@ -150,8 +152,9 @@ def _covariance_adjoint(
     )
     del pulls
     scratch = torch.empty(shape.programs, *square, dtype=torch.float32, device=k.device)
+    digits = {**digits, "num_stages": LAYOUT.stages}
     _covariance_adjoint_kernel[(shape.programs,)](
-        phi, F, psi, scratch, gains, table.scalars, precision, solve, base, lam, dP, shape.heads,
-        shape.chunks, BD=width, NB=blocks, BK=min(32, width), UNIT=unit_gain, num_warps=8, **digits,
+        phi, F, psi, scratch, gains, table.scalars, precision, solve, base, lam, dP, shape.heads, shape.chunks,
+        BD=width, NB=blocks, BK=min(32, width), UNIT=unit_gain, num_warps=8, **digits,
     )
     return dP, (base, lam), inverse

@@ -275,7 +275,7 @@ class Layout(NamedTuple):
     stages: int  # of loads under way, where products take one pass
 
 
-LAYOUT = Layout(columns=64, keys=64, values=32, warps=4, stages=2)
+LAYOUT = Layout(columns=32, keys=64, values=32, warps=4, stages=3)
 
 
 class MeanGradients(NamedTuple):
@@ -320,7 +320,7 @@ def mean_backward(
     common["num_stages"] = LAYOUT.stages if precision == "tf32" else 1
     _pairs_gradient_kernel[(shape.chunks, shape.programs)](
         q, k, v, do, U, gains, table.scalars, logs, errors, dfree, dreads, dcoupling, dratios, dv, dscalars,
-        *sizes, BD=width, NB=blocks, num_warps=8, **common, **OPTIONS,
+        *sizes, BD=width, NB=blocks, num_warps=4, **common, **OPTIONS,
     )
     parts = torch.empty(blocks, 3, *gains.shape, dtype=torch.float32, device=q.device)
     _mean_gradients_kernel[(blocks, shape.chunks, shape.programs)](
