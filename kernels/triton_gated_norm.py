@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .gated_norm import BACKWARD, FORWARD, Plan
+
 
 @triton.jit
 def _read(pointer, rows, stride, columns, inside):
@@ -115,21 +117,16 @@ def _call(
     x: Tensor, gate: Tensor, values: Tensor | None, groups: int, sigmoid: bool, gate_first: bool, programs: int
 ) -> tuple[tuple, tuple, tuple[int, int], dict]:
     """x, gate and values as the kernels take them, the numbers that follow the tensors, the grid and the constants."""
+    plan = Plan.of(x.shape, groups, programs)
     (x, *strides), (gate, stride_gate) = _rows(x), _rows(gate)
     skipped = values is not None
     values, stride_values = _rows(values) if skipped else (x, 0)
-    batch, tokens, channels = x.shape
-    width = channels // groups
-    block = triton.next_power_of_2(width)
-    tile = max(1, 2048 // block)  # tokens
-    tiles = triton.cdiv(batch * tokens, tile)
-    steps = triton.cdiv(tiles, max(1, programs // groups))
     constants = {
-        "S": width, "BR": tile, "BS": block, "SIGMOID": sigmoid, "GATE_FIRST": gate_first, "SKIP": skipped,
-        "num_warps": min(16, max(4, tile * block // 1024)), "enable_fp_fusion": True,
+        "S": x.shape[2] // groups, "BR": plan.tile, "BS": plan.block, "SIGMOID": sigmoid, "GATE_FIRST": gate_first,
+        "SKIP": skipped, "num_warps": min(16, max(4, plan.tile * plan.block // 1024)), "enable_fp_fusion": True,
     }
-    numbers = (*strides, stride_gate, stride_values, batch * tokens, steps)
-    return (x, gate, values), numbers, (triton.cdiv(tiles, steps), groups), constants
+    numbers = (*strides, stride_gate, stride_values, x.shape[0] * x.shape[1], plan.steps)
+    return (x, gate, values), numbers, (plan.programs, groups), constants
 
 
 def forward(
@@ -137,7 +134,7 @@ def forward(
     sigmoid: bool, gate_first: bool,
 ) -> Tensor:
     """See :func:`surgery.kernels.gated_norm.gated_norm`."""
-    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, 2048)
+    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, FORWARD)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     weight = weight.contiguous()
     skip = weight if skip is None else skip.contiguous()
@@ -148,9 +145,9 @@ def forward(
 def backward(
     dout: Tensor, x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int,
     eps: float, sigmoid: bool, gate_first: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, gate, weight and skip; each program's part of the last two is summed afterwards."""
-    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, 512)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and gate, and each program's part of those of weight and skip [programs, 2, C]."""
+    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, BACKWARD)
     dx, dgate = (torch.empty(x.shape, dtype=y.dtype, device=x.device) for y in (x, gate))
     weight = weight.contiguous()
     skip = weight if skip is None else skip.contiguous()
@@ -158,5 +155,4 @@ def backward(
     _backward_kernel[grid](
         dout.contiguous(), x, gate, weight, values, skip, dx, dgate, partial, eps, *numbers, **constants
     )
-    dweight, dskip = partial.sum(0)
-    return dx, dgate, dweight.clone(), dskip.clone()
+    return dx, dgate, partial

@@ -32,43 +32,55 @@ class Delta(torch.autograd.Function):
     def forward(
         ctx, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, steps: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        total = steps.cumsum(2)
-        o, final, *kept = _forward(q, k, v, beta, total, state)
-        ctx.save_for_backward(q, k, v, beta, total, *kept)
+        # gates by head [B, N, H, C]
+        total = steps.transpose(2, 3).cumsum(3)
+        last = total[..., -1:]
+        from_start, to_end = total.float().exp(), (last - total).float().exp()
+        gates = (beta.transpose(2, 3).contiguous(), total, from_start, to_end, last[..., 0].float().exp())
+        o, final, *kept = _forward(q, k, v, *gates, state)
+        ctx.save_for_backward(q, k, v, *gates, *kept)
         return o, final
 
     @staticmethod
     def backward(ctx, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, beta, total, *kept = ctx.saved_tensors
-        dq, dk, dv, dbeta, *sums, dstate = _backward(do.to(v.dtype), dfinal, q, k, v, beta, total, *kept)
-        return dq, dk, dv, dbeta, step_gradients(*sums), dstate
+        q, k, v, *kept = ctx.saved_tensors
+        dq, dk, dv, *sums, through, dstate = _backward(do.to(v.dtype), dfinal, q, k, v, *kept)
+        dbeta, *sums = (x.transpose(2, 3) for x in sums)
+        return dq, dk, dv, dbeta, step_gradients(*sums, kept[4] * through), dstate
 
 
 @torch.library.custom_op("surgery::delta", mutates_args=(), device_types="cuda")
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, start: Tensor
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
+    start: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs and the last state; and for the backward pass P [B, N, H, C, C], the states met [B, N, H, K, V] and the
-    corrections E [B, N, H, C, V]."""
+    corrections E [B, N, H, C, V].
+
+    Args:
+        q, k, v, start: as in :class:`Delta`. beta [B, N, H, C]. total: the log decays summed from the chunk's start,
+            float64, and in float32 the decays from_start, to_end [B, N, H, C] and whole [B, N, H] that they make.
+    """
     from . import triton_chunks
 
-    return triton_chunks.forward(q, k, v, beta, total, start)
+    return triton_chunks.forward(q, k, v, beta, total, from_start, to_end, whole, start)
 
 
 @torch.library.custom_op("surgery::delta_backward", mutates_args=(), device_types="cuda")
 def _backward(
-    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, solve: Tensor,
-    met: Tensor, corrections: Tensor,
+    do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor,
+    to_end: Tensor, whole: Tensor, solve: Tensor, met: Tensor, corrections: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and beta; what :func:`surgery.kernels.chunks.step_gradients` takes; and that of the
-    state."""
+    """The gradients of q, k, v and beta; what :func:`surgery.kernels.chunks.step_gradients` takes, by head like beta,
+    the last before the chunk's decay; and the gradient of the state."""
     from . import triton_chunks
 
-    return triton_chunks.backward(do, dfinal, q, k, v, beta, total, solve, met, corrections)
+    gates = (beta, total, from_start, to_end, whole)
+    return triton_chunks.backward(do, dfinal, q, k, v, *gates, solve, met, corrections)
 
 
 @_forward.register_fake
-def _(q, k, v, beta, total, start):
+def _(q, k, v, beta, total, from_start, to_end, whole, start):
     batch, chunks, length, heads, value_dim = v.shape
     met = k.new_empty(batch, chunks, heads, *start.shape[2:])
     corrections = k.new_empty(batch, chunks, heads, length, value_dim)
@@ -77,7 +89,7 @@ def _(q, k, v, beta, total, start):
 
 
 @_backward.register_fake
-def _(do, dfinal, q, k, v, beta, total, solve, met, corrections):
+def _(do, dfinal, q, k, v, beta, total, from_start, to_end, whole, solve, met, corrections):
     sums = (beta.new_empty(beta.shape) for _ in range(5))
     through = beta.new_empty(met.shape[:3])
     return *(x.new_empty(x.shape) for x in (q, k, v)), *sums, through, dfinal.new_empty(dfinal.shape)

@@ -7,16 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..chunks import token_stride
+
 
 @triton.jit(do_not_specialize=["N", "H", "G"])
 def _scan_kernel(
-    solve, beta, v, k, from_start, to_end, whole, start, states, corrections, final, N, H, G,
+    solve, beta, v, k, from_start, to_end, whole, start, states, corrections, final, stride_k, stride_v, N, H, G,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
 ):
     columns = tl.program_id(0) * BV + tl.arange(0, BV)
     bh = tl.program_id(1).to(tl.int64)
     batch = bh // H
     h = bh % H
+    group = h // (H // G)
     tokens = tl.arange(0, C)
     keys = tl.arange(0, BK)
     tile = keys[:, None] * V + columns[None, :]
@@ -28,8 +31,8 @@ def _scan_kernel(
         head = n * H + h
         tl.store(states + head * (K * V) + tile, state.to(low), mask=inside)
         at = n * C + tokens
-        kk = tl.load(k + (at * G + h // (H // G))[:, None] * K + keys[None, :], mask=(keys < K)[None, :], other=0.0)
-        vv = tl.load(v + (at * H + h)[:, None] * V + columns[None, :], mask=(columns < V)[None, :], other=0.0)
+        kk = tl.load(k + group * K + at[:, None] * stride_k + keys[None, :], mask=(keys < K)[None, :], other=0.0)
+        vv = tl.load(v + h * V + at[:, None] * stride_v + columns[None, :], mask=(columns < V)[None, :], other=0.0)
         t = tl.load(solve + head * (C * C) + tokens[:, None] * C + tokens[None, :])
         since = tl.load(from_start + head * C + tokens)[:, None]
         left = tl.load(to_end + head * C + tokens)[:, None]
@@ -45,13 +48,16 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["N", "H", "G"])
 def _adjoint_kernel(
-    solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal, states, totals, adjoints, dstart, N, H, G,
+    solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal, states, totals, adjoints, dstart, stride_k,
+    N, H, G,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PRECISION: tl.constexpr,
+    TOTALS: tl.constexpr,
 ):
     columns = tl.program_id(0) * BV + tl.arange(0, BV)
     bh = tl.program_id(1).to(tl.int64)
     batch = bh // H
     h = bh % H
+    group = h // (H // G)
     tokens = tl.arange(0, C)
     keys = tl.arange(0, BK)
     tile = keys[:, None] * V + columns[None, :]
@@ -63,14 +69,15 @@ def _adjoint_kernel(
         head = n * H + h
         tl.store(states + head * (K * V) + tile, state.to(low), mask=inside)
         at = n * C + tokens
-        kk = tl.load(k + (at * G + h // (H // G))[:, None] * K + keys[None, :], mask=(keys < K)[None, :], other=0.0)
+        kk = tl.load(k + group * K + at[:, None] * stride_k + keys[None, :], mask=(keys < K)[None, :], other=0.0)
         rows = (head * C + tokens)[:, None] * V + columns[None, :]
         total = tl.load(dcorrections + rows, mask=(columns < V)[None, :], other=0.0).to(tl.float32)
         t = tl.load(solve + head * (C * C) + tokens[:, None] * C + tokens[None, :])
         since = tl.load(from_start + head * C + tokens)[:, None]
         left = tl.load(to_end + head * C + tokens)[:, None]
         total += left * tl.dot(kk, state.to(low), input_precision=PRECISION)
-        tl.store(totals + rows, total.to(low), mask=(columns < V)[None, :])
+        if TOTALS:
+            tl.store(totals + rows, total.to(low), mask=(columns < V)[None, :])
         error = tl.dot(tl.trans(t), total.to(low), input_precision=PRECISION)
         tl.store(adjoints + rows, error.to(low), mask=(columns < V)[None, :])
         state *= tl.load(whole + head)
@@ -97,31 +104,42 @@ def scan(
     solve: Tensor, beta: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`surgery.kernels.delta.states.delta_states`; C a power of two from 16, K at most its ``MAX_KEY``."""
-    tensors = _contiguous(solve, beta, v, k, from_start, to_end, whole, start)
+    (k, stride_k), (v, stride_v) = token_stride(k), token_stride(v)
+    solve, beta, *gates, start = _contiguous(solve, beta, from_start, to_end, whole, start)
     batch, chunks, length, groups, key_dim = k.shape
     heads, value_dim = v.shape[3:]
     states = torch.empty(batch, chunks, heads, key_dim, value_dim, dtype=k.dtype, device=k.device)
     corrections = torch.empty(batch, chunks, heads, length, value_dim, dtype=k.dtype, device=k.device)
     final = torch.empty(start.shape, dtype=start.dtype, device=start.device)
     grid, options = _options(k, heads, value_dim)
-    _scan_kernel[grid](*tensors, states, corrections, final, chunks, heads, groups, **options)
+    _scan_kernel[grid](
+        solve, beta, v, k, *gates, start, states, corrections, final, stride_k, stride_v, chunks, heads, groups,
+        **options,
+    )
     return states, corrections, final
 
 
 def adjoint(
     solve: Tensor, beta: Tensor, dcorrections: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
-    dmet: Tensor, dfinal: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The adjoints of the states at the chunks' ends, of the corrections, the latter times solve^T, and of the
-    start."""
-    tensors = _contiguous(solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal)
+    dmet: Tensor, dfinal: Tensor, *, totals: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """The adjoints of the states at the chunks' ends, of the corrections (``totals``), the latter times solve^T, and
+    of the start."""
+    k, stride_k = token_stride(k)
+    solve, beta, dcorrections, *gates, dmet, dfinal = _contiguous(
+        solve, beta, dcorrections, from_start, to_end, whole, dmet, dfinal
+    )
     _, chunks, heads, _, value_dim = dcorrections.shape
     states = torch.empty(dmet.shape, dtype=k.dtype, device=k.device)
-    totals, adjoints = (torch.empty(dcorrections.shape, dtype=k.dtype, device=k.device) for _ in range(2))
+    adjoints = torch.empty(dcorrections.shape, dtype=k.dtype, device=k.device)
+    of_corrections = torch.empty_like(adjoints) if totals else None
     dstart = torch.empty(dfinal.shape, dtype=dfinal.dtype, device=dfinal.device)
     grid, options = _options(k, heads, value_dim)
-    _adjoint_kernel[grid](*tensors, states, totals, adjoints, dstart, chunks, heads, k.shape[3], **options)
-    return states, totals, adjoints, dstart
+    _adjoint_kernel[grid](
+        solve, beta, dcorrections, k, *gates, dmet, dfinal, states, of_corrections, adjoints, dstart, stride_k, chunks,
+        heads, k.shape[3], TOTALS=totals, **options,
+    )
+    return states, of_corrections, adjoints, dstart
 
 
 def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

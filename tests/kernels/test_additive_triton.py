@@ -149,10 +149,14 @@ def test_delta_inside_chunks(poisoned, shape):
         return x.unflatten(1, (chunks, length))
 
     steps = arguments["log_decay"].double().masked_fill(reset[..., None], -800.0)
-    inputs = *(chunked(arguments[name]) for name in ("q", "k", "v", "beta")), chunked(steps).cumsum(2)
+    total = chunked(steps).transpose(2, 3).cumsum(3)
+    last = total[..., -1:]
+    gates = chunked(arguments["beta"]).transpose(2, 3), total, total.float().exp(), (last - total).float().exp()
+    inputs = *(chunked(arguments[name]) for name in ("q", "k", "v")), *gates, last[..., 0].float().exp()
     out, final, *kept = forward(*inputs, arguments["state"])
-    dq, dk, dv, dbeta, *sums, dstate = backward(chunked(weights[0]), weights[1], *inputs, *kept)
-    dsteps = step_gradients(*sums).masked_fill(chunked(reset)[..., None], 0.0)
+    dq, dk, dv, *sums, through, dstate = backward(chunked(weights[0]), weights[1], *inputs, *kept)
+    dbeta, *sums = (x.transpose(2, 3) for x in sums)
+    dsteps = step_gradients(*sums, inputs[-1] * through).masked_fill(chunked(reset)[..., None], 0.0)
     found = out, final, dq, dk, dv, dsteps, dbeta, dstate
     expected = o, after, *expected
     names = ("o", "after", *arguments)

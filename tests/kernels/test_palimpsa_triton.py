@@ -54,12 +54,10 @@ def poisoned(monkeypatch):
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Chunks of 16 tokens and blocks of 8: every level of the walks within 40 tokens, and slabs of one segment."""
+    """Chunks of 32 tokens, two blocks each: every level of the walks within 40 tokens, and slabs of one segment."""
     form()  # imports the others, which copy the number
     for name in ("triton_common", "triton_forward", "triton_backward"):
-        monkeypatch.setattr(form(name), "CHUNK", 16)
-    monkeypatch.setattr(form("triton_backward"), "BLOCK", 8)
-    monkeypatch.setattr(form("triton_backward"), "SLOTS", 2)
+        monkeypatch.setattr(form(name), "CHUNK", 32)
 
 
 def problem(
@@ -150,8 +148,11 @@ def test_odd_widths_and_the_variance(short_chunks, batch, key_dim, value_dim):
 
 @device_test
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision(dtype):
-    compare(problem(1, 9, 1, 1, 16, 16, dtype))
+@pytest.mark.parametrize(("tokens", "key_dim", "value_dim"), [(9, 16, 16), (40, 12, 20)])
+def test_half_precision(short_chunks, monkeypatch, tokens, key_dim, value_dim, dtype):
+    # two segments of one chunk, where there are two
+    monkeypatch.setattr(form("triton_backward"), "segment_chunks", lambda *shape: 1)
+    compare(problem(1, tokens, 1, 1, key_dim, value_dim, dtype))
 
 
 @device_test
