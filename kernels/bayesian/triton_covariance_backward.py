@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
     block: int  # of most of the kernels that run over all chunks at once, on 4 warps
     narrow: int  # of those that work the better for a smaller one
-    stages: int  # of loads under way in the walk back
+    stages: int  # of loads under way in the walk back; more than shared memory holds if r != x
 
 
 LAYOUT = Layout(block=64, narrow=32, stages=3)
@@ -145,14 +145,14 @@ def _covariance_adjoint(
     square = (shape.key_dim, shape.key_dim)
     dP = torch.empty(shape.batch, shape.heads, shape.chunks + 1, *square, dtype=torch.float32, device=k.device)
     dP[:, :, -1] = 0.5 * (dfinal + dfinal.mT)
-    phi = torch.empty(shape.batch, shape.heads, shape.chunks, *square, dtype=torch.float32, device=k.device)
+    phi = torch.empty(shape.batch, shape.heads, shape.chunks, 2, *square, dtype=torch.float32, device=k.device)
     width, blocks = shape.key_blocks(128)
     _congruence_kernel[(blocks, *grid)](
         U, F, pulls, gains, table.scalars, logs, phi, dP, shape.padded, BD=width, NB=blocks, num_warps=8, **digits
     )
     del pulls
-    scratch = torch.empty(shape.programs, *square, dtype=torch.float32, device=k.device)
-    digits = {**digits, "num_stages": LAYOUT.stages}
+    scratch = torch.empty(shape.programs, 2, 2, *square, dtype=torch.float32, device=k.device)
+    digits = {**digits, "num_stages": LAYOUT.stages if unit_gain else 2}
     _covariance_adjoint_kernel[(shape.programs,)](
         phi, F, psi, scratch, gains, table.scalars, precision, solve, base, lam, dP, shape.heads, shape.chunks,
         BD=width, NB=blocks, BK=min(32, width), UNIT=unit_gain, num_warps=8, **digits,
