@@ -93,8 +93,13 @@ def test_where_training_compiles(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["", "triton", "chunked"])
-@pytest.mark.parametrize(("style", "rule"), [("additive", "host"), ("additive", "palimpsa"), ("delta", "host")])
+@pytest.mark.parametrize(
+    ("style", "rule", "kernels"),
+    [
+        ("additive", "host", ""), ("additive", "host", "chunked"), ("additive", "palimpsa", ""),
+        ("delta", "host", "triton"), ("delta", "host", "chunked"), ("delta", "bayesian", ""),
+    ],
+)
 def test_compiled_on_a_gpu(monkeypatch, style, rule, kernels):
     """Inductor's kernels under bfloat16 autocast, against the float32 mixer: no further off than the eager mixer."""
     monkeypatch.setenv("SURGERY_KERNELS", kernels)
