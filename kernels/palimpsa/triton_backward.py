@@ -7,8 +7,8 @@ LE_t = -w_t M_t / I_t + a_{t+1} LE_{t+1}, and every gradient is a contraction of
     dI0 = -sum of w_t M_t / I_t  dg_t = a_t (<LM_t, M_{t-1}> + <LE_t, E_{t-1}>)
 
 So a backward walk needs the states in reverse order, and undoing a step divides by its decay: nothing is undone here.
-States are kept at the chunks' boundaries (matrix products), inside a chunk every 16 tokens, inside such a block every 4
-(both in a scratch that every chunk reuses), and the 4 tokens between in registers, a tile at a time.
+States every 16 tokens come from matrix products, every 4 from a walk (in a scratch that every such block reuses), and
+the 4 tokens between are in registers, a tile at a time.
 
 Tokens are taken in slabs from the last to the first, which bounds the memory; a slab is cut into as many segments as
 fill the device. A segment's adjoint at its end is found by one more walk (the adjoints' inflow is linear in it).
@@ -30,13 +30,14 @@ from .triton_common import (
     Decays,
     Tiling,
     backward_tiling,
-    chunk_states,
     load_state,
     load_vector,
+    precision,
     reciprocal,
     scan,
     sectors,
     state_by_head,
+    states_between,
     store_state,
     touch,
 )
@@ -44,9 +45,9 @@ from .triton_common import (
 # bytes of boundary states and of partial sums in one slab
 SLAB_BYTES = 512 * 2**20
 
-# tokens between the states kept in the scratch inside a chunk; between those inside a block there are 4
-BLOCK = 8
-SLOTS = CHUNK // BLOCK - 1 + BLOCK // 4 - 1
+# tokens between the states from matrix products; a walk between two of them leaves every fourth in the scratch
+BLOCK = 16
+SLOTS = BLOCK // 4 - 1
 # tokens between the first read of a row, which fetches it, and its use
 AHEAD = 6
 
@@ -54,9 +55,9 @@ AHEAD = 6
 @triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
 def _inflow_kernel(
     q, k, v, b, dy, dvariance, decay, total, prior, states, adjoints, gains, T, H, G, S, first, count, length, padded,
-    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    CHUNK: tl.constexpr, AHEAD: tl.constexpr, SECTOR: tl.constexpr, SECTORS: tl.constexpr, MASK_T: tl.constexpr,
-    MASK_V: tl.constexpr, MASK_K: tl.constexpr, VARIANCE: tl.constexpr, ASSEMBLY: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr, SECTOR: tl.constexpr, SECTORS: tl.constexpr, MASK_T: tl.constexpr,
+    MASK_V: tl.constexpr, MASK_K: tl.constexpr, EXACT: tl.constexpr, VARIANCE: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):
     # what a segment's own outputs add to the adjoint of the state that enters it: the sum of the decayed w_t
     segment = 1 + tl.program_id(1)
@@ -81,8 +82,10 @@ def _inflow_kernel(
     begin = first + segment * length
     for chunk in range(begin, min(begin + length, first + count)):
         # both afresh for every chunk: the decays' rounding errors would add up
-        entering = states + (bh * count + chunk - first) * (2 * V * K)
-        M, E = load_state(entering, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
+        entering = states + (bh * count + chunk - first) * (CHUNK // BLOCK * 2 * V * K)
+        # I, instead of E, is divided by in the padding too
+        EMPTY: tl.constexpr = 0.0 if EXACT else 1.0
+        M, E = load_state(entering, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K, EMPTY)
         gain = tl.exp(whole).to(tl.float32)
         for t in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, T)):
             at_v = ((batch * T + t) * H + h) * V
@@ -108,8 +111,12 @@ def _inflow_kernel(
                 kk = load_vector(k + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
                 qq = load_vector(q + at_k, n * WIDTH + keys, K, t, T, MASK_K, False)[None, :]
                 m = M[n] * a + vv * kk
-                e = E[n] * a + bb * (kk * kk)
-                r = reciprocal(e + p, ASSEMBLY)
+                if EXACT:
+                    e = E[n] * a + bb * (kk * kk)
+                    r = reciprocal(e + p, ASSEMBLY)
+                else:
+                    e = E[n] * a + (bb * (kk * kk) + (1.0 - a) * p)
+                    r = reciprocal(e, ASSEMBLY)
                 w = (dd * qq) * r
                 if VARIANCE:
                     LE_next = LE_next + (LE[n] - (w * m + (ss * qq) * (qq * r)) * r,)
@@ -160,7 +167,7 @@ def slab_chunks(
     """Chunks a slab: as many segments of the forward pass (``length`` chunks) as SLAB_BYTES hold, in equal slabs."""
     chunks = triton.cdiv(tokens, CHUNK)
     blocks = tiling.blocks(value_dim)
-    per_chunk = 4 * batch * heads * (2 * value_dim * key_dim + 2 * CHUNK * blocks * key_dim)
+    per_chunk = 8 * batch * heads * key_dim * (CHUNK // BLOCK * value_dim + CHUNK * blocks)
     slab = max(1, SLAB_BYTES // per_chunk // length) * length
     slab = triton.cdiv(triton.cdiv(chunks, triton.cdiv(chunks, slab)), length) * length
     return min(slab, chunks)
@@ -208,22 +215,24 @@ def backward(
     segment = segment_chunks(batch * heads * blocks, tiling, slab, _processors(device))
     segments = triton.cdiv(slab, segment)
     size = 2 * value_dim * key_dim
+    exact = precision(q, k, v, b) != "tf32"
 
     dq, dk, dv, db = (torch.empty_like(x) for x in (q, k, v, b))
-    dg = torch.empty(batch, tokens, heads, blocks * tiling.stride, dtype=torch.float32, device=device)
+    dg = torch.empty(batch, tokens, heads, blocks * tiling.warps, dtype=torch.float32, device=device)
     dprior = torch.zeros(triton.cdiv(chunks, slab), batch, heads, segments * blocks, dtype=torch.float32, device=device)
     edge = state_by_head(dfinal)
     if edge is None:
         edge = torch.zeros(batch, heads, 2, value_dim, key_dim, dtype=torch.float32, device=device)
     elif dfinal is not None and edge.data_ptr() == dfinal.data_ptr():
         edge = edge.clone()
-    # chunk states, then the scratch of the walks between them
-    scratch = batch * heads * slab * size
+    # what the products give, then the scratch of the walks
+    scratch = batch * heads * slab * (CHUNK // BLOCK) * size
     states = torch.empty(scratch + batch * heads * segments * SLOTS * size, dtype=torch.float32, device=device)
     partial = torch.empty(batch * slab * CHUNK * heads * blocks * 2 * key_dim, dtype=torch.float32, device=device)
     shape = {"K": key_dim, "V": value_dim, "ROWS": tiling.rows, "WIDTH": tiling.width, "PARTS": tiling.parts}
     options = {
         "MASK_V": value_dim % tiling.rows != 0, "MASK_K": key_dim != tiling.width * tiling.parts, "CHUNK": CHUNK,
+        "BLOCK": BLOCK, "EXACT": exact,
         "VARIANCE": dvariance is not None, "ASSEMBLY": not INTERPRETED, "num_warps": tiling.warps, **OPTIONS,
         **sectors(max(key_dim, tiling.rows), q, k, v, b, dy),
     }
@@ -231,7 +240,7 @@ def backward(
     for i, first in reversed(list(enumerate(range(0, chunks, slab)))):
         count = min(slab, chunks - first)
         here = triton.cdiv(count, segment)
-        chunk_states(k, v, b, table, starts, states, length, first // length, count)
+        states_between(k, v, b, table, starts, states, length, first // length, count, BLOCK, None if exact else prior)
         adjoints = edge
         if here > 1:
             adjoints = torch.empty(batch, heads, here, 2, value_dim, key_dim, dtype=torch.float32, device=device)
@@ -243,8 +252,8 @@ def backward(
             scan(edge, adjoints, gains, reverse=True)
         adjoint_kernel[(blocks, here, batch * heads)](
             q, k, v, b, dy, spread, table.each, table.lost, prior, states, scratch, adjoints, edge, partial, dv, db, dg,
-            dprior[i], tokens, heads, groups, here, first, count, segment, padded, **shape, STRIDE=tiling.stride,
-            BLOCK=BLOCK, MASK_T=tokens % BLOCK != 0, maxnreg=tiling.registers, **options,
+            dprior[i], tokens, heads, groups, here, first, count, segment, padded, **shape, WARPS=tiling.warps,
+            MASK_T=tokens % BLOCK != 0, maxnreg=tiling.registers, **options,
         )
         keys = triton.next_power_of_2(key_dim)
         rows = max(1, 1024 // keys)

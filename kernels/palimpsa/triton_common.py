@@ -39,16 +39,6 @@ class Tiling(NamedTuple):
     warps: int
     registers: int = 255
 
-    @property
-    def lanes(self) -> int:
-        """Threads that share one row of a tile: each holds 4 neighbouring keys, one 16-byte access."""
-        return self.width // 4
-
-    @property
-    def stride(self) -> int:
-        """Rows that the threads cover at once; a thread's rows are that far apart."""
-        return self.warps * 32 // self.lanes
-
     def blocks(self, value_dim: int) -> int:
         return triton.cdiv(value_dim, self.rows)
 
@@ -78,15 +68,15 @@ def forward_tiling(key_dim: int, value_dim: int) -> Tiling:
 
 
 def backward_tiling(key_dim: int, value_dim: int, packed: bool) -> Tiling:
-    """Up to 32 elements a thread of each of M, E and their adjoints, up to 16 in one tile, on 4 warps at most.
+    """Up to 24 elements a thread of each of M, E and their adjoints, up to 16 in one tile, on 4 warps at most.
 
-    32 rows, 16 of more than 128 keys: more would halve the partial sums of the gradients of q and k, but leave one
-    program a multiprocessor, which is idle whenever its warps meet. ``packed``: keys and queries are read 4 at a time.
-    Else a part must be narrower than the program has threads, as in the forward pass.
+    With 16 in all registers suffice; 24 and, of more than 192 keys, 32 spill. Fewer rows a program mean more partial
+    sums of the gradients of q and k. ``packed``: keys and queries are read 4 at a time. Else a part must be narrower
+    than the program has threads, as in the forward pass.
     """
     padded = _padded(key_dim)
-    rows = _rows(value_dim, 32 if padded <= 128 else 16)
-    warps = triton.next_power_of_2(triton.cdiv(rows * padded, 32 * 32))
+    rows = _rows(value_dim, 32 if padded <= 48 else 16)
+    warps = min(4, triton.next_power_of_2(triton.cdiv(rows * padded, 32 * 24)))
     width = next(
         width
         for width in (128, 64, 32, 16)
@@ -120,6 +110,14 @@ def reciprocal(x, ASSEMBLY: tl.constexpr):
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return 1.0 / x
+
+
+@triton.jit
+def prefetch(pointers):
+    """Brings what ``pointers`` point to out of memory into the cache that all multiprocessors share."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -163,8 +161,12 @@ def load_state(
     PARTS: tl.constexpr,
     MASK_V: tl.constexpr,
     MASK_K: tl.constexpr,
+    EMPTY: tl.constexpr = 0.0,
 ):
-    """The tiles of M and of E in a state [2, V, K], which is read once: the nearest cache is left to the tokens."""
+    """The tiles of M and of E in a state [2, V, K], which is read once: the nearest cache is left to the tokens.
+
+    EMPTY stands for E in the padding.
+    """
     M = ()
     E = ()
     for n in tl.static_range(PARTS):
@@ -173,7 +175,7 @@ def load_state(
         if MASK_V or MASK_K:
             inside = (rows < V)[:, None] & (columns < K)[None, :]
             M = M + (tl.load(pointer + offsets, mask=inside, other=0.0, cache_modifier=".cg"),)
-            E = E + (tl.load(pointer + V * K + offsets, mask=inside, other=0.0, cache_modifier=".cg"),)
+            E = E + (tl.load(pointer + V * K + offsets, mask=inside, other=EMPTY, cache_modifier=".cg"),)
         else:
             M = M + (tl.load(pointer + offsets, cache_modifier=".cg"),)
             E = E + (tl.load(pointer + V * K + offsets, cache_modifier=".cg"),)
@@ -258,11 +260,11 @@ def decays(log_decay: Tensor, reset: Tensor | None) -> Decays:
 
 @triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "chunks"])
 def _products_kernel(
-    k, v, b, total, starts, states, gains, T, H, G, S, first, count, length, chunks,
+    k, v, b, total, prior, starts, states, gains, T, H, G, S, first, count, length, chunks,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr, KEEP: tl.constexpr,
+    SPACING: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, KEEP: tl.constexpr,
 ):
-    # the state after each chunk is its decay times the state before, plus a product of decayed writes and keys
+    # the state SPACING tokens later is their decay times the state before, plus a product of decayed writes and keys
     tiles_k = tl.cdiv(K, WIDTH)
     segment = first + tl.program_id(1)
     bh = tl.program_id(2).to(tl.int64)
@@ -271,7 +273,6 @@ def _products_kernel(
     hk = h // (H // G)
     rows = (tl.program_id(0) // tiles_k) * ROWS + tl.arange(0, ROWS)
     keys = (tl.program_id(0) % tiles_k) * WIDTH + tl.arange(0, WIDTH)
-    steps = tl.arange(0, CHUNK)
     offsets = rows[:, None] * K + keys[None, :]
     inside = (rows < V)[:, None] & (keys < K)[None, :]
     start = starts + (bh * S + segment) * (2 * V * K) + offsets
@@ -282,24 +283,28 @@ def _products_kernel(
         M = tl.zeros((ROWS, WIDTH), tl.float32)
         E = tl.zeros((ROWS, WIDTH), tl.float32)
     whole = tl.zeros((), tl.float64)
-    for c in range(segment * length, min((segment + 1) * length, tl.cdiv(T, CHUNK))):
+    p = 0.0 if EXACT else tl.load(prior + h).to(tl.float32)
+    steps = tl.arange(0, SPACING)
+    spaces = CHUNK // SPACING
+    for i in range(segment * length * spaces, min((segment + 1) * length, tl.cdiv(T, CHUNK)) * spaces):
         if KEEP:
-            out = states + (bh * count + c - first * length) * (2 * V * K) + offsets
+            out = states + (bh * (count * spaces) + i - first * length * spaces) * (2 * V * K) + offsets
             tl.store(out, M, mask=inside)
-            tl.store(out + V * K, E, mask=inside)
-        logs = total + (bh * chunks + c) * CHUNK
-        end = tl.load(logs + CHUNK - 1)
-        whole += end
-        t = c * CHUNK + steps
+            tl.store(out + V * K, E + p, mask=inside)
+        t = i * SPACING
+        logs = total + bh * (chunks * CHUNK) + t
+        end = tl.load(logs + SPACING - 1)
+        added = end - tl.load(logs - 1, mask=i % spaces > 0, other=0.0)
+        whole += added
         weight = tl.exp((end - tl.load(logs + steps)).to(tl.float32))[:, None]
-        token = batch * T + t
-        mask_k = (t < T)[:, None] & (keys < K)[None, :]
-        mask_v = (t < T)[:, None] & (rows < V)[None, :]
+        token = batch * T + t + steps
+        mask_k = (t + steps < T)[:, None] & (keys < K)[None, :]
+        mask_v = (t + steps < T)[:, None] & (rows < V)[None, :]
         kk = tl.load(k + (token * G + hk)[:, None] * K + keys[None, :], mask=mask_k, other=0.0).to(tl.float32)
         at = (token * H + h)[:, None] * V + rows[None, :]
         vv = tl.load(v + at, mask=mask_v, other=0.0).to(tl.float32) * weight
         bb = tl.load(b + at, mask=mask_v, other=0.0).to(tl.float32) * weight
-        gain = tl.exp(end).to(tl.float32)
+        gain = tl.exp(added).to(tl.float32)
         M = M * gain + tl.dot(tl.trans(vv), kk, input_precision=PRECISION)
         E = E * gain + tl.dot(tl.trans(bb), kk * kk, input_precision=PRECISION)
     if not KEEP:
@@ -369,26 +374,30 @@ def segment_starts(k: Tensor, v: Tensor, b: Tensor, state: Tensor | None, table:
     if segments > 1:
         tiles = triton.cdiv(value_dim, rows) * triton.cdiv(key_dim, width)
         _products_kernel[(tiles, segments - 1, batch * heads)](
-            k, v, b, table.total, starts, starts, gains, tokens, heads, groups, segments, 0, 0, length, chunks,
-            K=key_dim, V=value_dim, ROWS=rows, WIDTH=width, CHUNK=CHUNK, PRECISION=precision(k, v, b), KEEP=False,
-            **OPTIONS,
+            k, v, b, table.total, table.total, starts, starts, gains, tokens, heads, groups, segments, 0, 0, length,
+            chunks, K=key_dim, V=value_dim, ROWS=rows, WIDTH=width, CHUNK=CHUNK, SPACING=CHUNK,
+            PRECISION=precision(k, v, b), EXACT=True, KEEP=False, **OPTIONS,
         )
     scan(state_by_head(state), starts, gains, reverse=False)
     return starts
 
 
-def chunk_states(
-    k: Tensor, v: Tensor, b: Tensor, table: Decays, starts: Tensor, states: Tensor, length: int, first: int, count: int
+def states_between(
+    k: Tensor, v: Tensor, b: Tensor, table: Decays, starts: Tensor, states: Tensor, length: int, first: int, count: int,
+    spacing: int, prior: Tensor | None,
 ) -> None:
-    """The states that enter ``count`` chunks from segment ``first`` on, into ``states``: [B, H, count, 2, V, K]."""
+    """The states every ``spacing`` tokens of ``count`` chunks from segment ``first`` on, each before its token.
+
+    Into ``states``: [B, H, count CHUNK / spacing, 2, V, K]; with a ``prior``, M and I = prior + E instead of M and E.
+    """
     batch, tokens, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
     rows, width = products_tiling(key_dim, value_dim)
     tiles = triton.cdiv(value_dim, rows) * triton.cdiv(key_dim, width)
     _products_kernel[(tiles, triton.cdiv(count, length), batch * heads)](
-        k, v, b, table.total, starts, states, states, tokens, heads, groups, starts.shape[2], first, count, length,
-        triton.cdiv(tokens, CHUNK), K=key_dim, V=value_dim, ROWS=rows, WIDTH=width, CHUNK=CHUNK,
-        PRECISION=precision(k, v, b), KEEP=True, **OPTIONS,
+        k, v, b, table.total, table.total if prior is None else prior, starts, states, states, tokens, heads, groups,
+        starts.shape[2], first, count, length, triton.cdiv(tokens, CHUNK), K=key_dim, V=value_dim, ROWS=rows, WIDTH=width,
+        CHUNK=CHUNK, SPACING=spacing, PRECISION=precision(k, v, b), EXACT=prior is None, KEEP=True, **OPTIONS,
     )
 
 
