@@ -396,8 +396,9 @@ def states_between(
     tiles = triton.cdiv(value_dim, rows) * triton.cdiv(key_dim, width)
     _products_kernel[(tiles, triton.cdiv(count, length), batch * heads)](
         k, v, b, table.total, table.total if prior is None else prior, starts, states, states, tokens, heads, groups,
-        starts.shape[2], first, count, length, triton.cdiv(tokens, CHUNK), K=key_dim, V=value_dim, ROWS=rows, WIDTH=width,
-        CHUNK=CHUNK, SPACING=spacing, PRECISION=precision(k, v, b), EXACT=prior is None, KEEP=True, **OPTIONS,
+        starts.shape[2], first, count, length, triton.cdiv(tokens, CHUNK), K=key_dim, V=value_dim, ROWS=rows,
+        WIDTH=width, CHUNK=CHUNK, SPACING=spacing, PRECISION=precision(k, v, b), EXACT=prior is None, KEEP=True,
+        **OPTIONS,
     )
 
 
