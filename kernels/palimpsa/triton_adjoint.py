@@ -116,8 +116,8 @@ def adjoint_kernel(
                 prefetch(states + tl.maximum(at_block - SIZE, 0) + sectors)
                 prefetch(states + tl.maximum(at_block - SIZE, 0) + V * K + sectors)
             tl.debug_barrier()
-            last = states + own + (BLOCK // 4 - 2) * SIZE
-            m0, e0 = load_tile(last, rows, keys, K, V, MASK_V, MASK_K, EXACT)
+            m0 = M[0]
+            e0 = E[0]
             for i in range(BLOCK // 4 - 1, -1, -1):
                 at_step = tl.where(i == 0, at_block, own + (i - 1) * SIZE)
                 at_next = tl.where(i <= 1, at_block, own + (i - 2) * SIZE)
