@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import chunks
 
-TOKENS = 64  # of a strip, which has a part in the gradients of weight and bias of its own
 BY_DEFAULT = True  # whether it runs unasked
 MAX_WIDTH = 4  # taps that the kernels keep in registers
 
@@ -43,9 +42,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | Non
 @torch.library.custom_op("surgery::causal_conv_backward", mutates_args=(), device_types="cuda")
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x; and of the weight (W taps, the first the furthest back) and of the bias, there or not, the
-    parts of all strips [strips, W + 1, C]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of the weight [C, W] and of the bias [C], there or not."""
     from .triton_convolution import backward
 
     return backward(dy, x, weight, bias, reset)
@@ -58,9 +56,7 @@ def _(x, weight, bias, reset):
 
 @_backward.register_fake
 def _(dy, x, weight, bias, reset):
-    batch, tokens, channels = x.shape
-    strips = batch * -(-tokens // TOKENS)
-    return x.new_empty(x.shape), weight.new_empty(strips, weight.shape[1] + 1, channels)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
 
 
 def _save(ctx, inputs, output):
@@ -71,9 +67,8 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, dy):
     x, weight, bias, reset = ctx.saved_tensors
-    dx, parts = _backward(dy, x, weight, bias, reset)
-    sums = parts.sum(0)
-    return dx, sums[:-1].T, sums[-1] if ctx.biased else None, None
+    dx, dweight, dbias = _backward(dy, x, weight, bias, reset)
+    return dx, dweight, dbias if ctx.biased else None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

@@ -6,8 +6,6 @@ concatenation of the projections' gradients; here the backward pass is one kerne
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,28 +13,6 @@ from . import chunks
 
 BY_DEFAULT = True  # whether it runs unasked
 MAX_WIDTH = 16384  # of a group: a program of the kernels holds all of it
-
-
-class Plan(NamedTuple):
-    """How the kernels share out the tokens: each program takes one group of channels of ``steps`` tiles."""
-
-    tile: int  # tokens
-    block: int  # channels of a group, in a power of two
-    steps: int
-    programs: int  # for each group
-
-    @classmethod
-    def of(cls, shape: tuple[int, int, int], groups: int, programs: int) -> Plan:
-        """For [B, T, C] and at most about ``programs`` programs."""
-        block = 1 << (shape[2] // groups - 1).bit_length()
-        tile = max(1, 2048 // block)
-        tiles = -(-shape[0] * shape[1] // tile)
-        steps = -(-tiles // max(1, programs // groups))
-        return cls(tile, block, steps, -(-tiles // steps))
-
-
-# programs in all: enough to fill a large GPU; backward, each has a part in the gradient of the weight
-FORWARD, BACKWARD = 2048, 512
 
 
 def fused(x: Tensor, width: int) -> bool:
@@ -85,9 +61,8 @@ def _forward(
 def _backward(
     dout: Tensor, x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int,
     eps: float, sigmoid: bool, gate_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and of the gate; and of the weight and of skip, there or not, the parts of all programs
-    [programs, 2, C]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, of the gate, of the weight and of skip, whether there or not."""
     from .triton_gated_norm import backward
 
     return backward(dout, x, gate, weight, values, skip, groups, eps, sigmoid, gate_first)
@@ -100,8 +75,8 @@ def _(x, gate, weight, values, skip, groups, eps, sigmoid, gate_first):
 
 @_backward.register_fake
 def _(dout, x, gate, weight, values, skip, groups, eps, sigmoid, gate_first):
-    plan = Plan.of(x.shape, groups, BACKWARD)
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(plan.programs, 2, x.shape[2])
+    like = (x, gate, weight, weight)
+    return tuple(tensor.new_empty(tensor.shape) for tensor in like)
 
 
 def _save(ctx, inputs, output):
@@ -112,8 +87,7 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, dout):
     x, gate, weight, values, skip = ctx.saved_tensors
-    dx, dgate, parts = _backward(dout, x, gate, weight, values, skip, *ctx.options)
-    dweight, dskip = parts.sum(0)
+    dx, dgate, dweight, dskip = _backward(dout, x, gate, weight, values, skip, *ctx.options)
     if values is None:
         return dx, dgate, dweight, *[None] * 6
     return dx, dgate, dweight, (dx * skip).to(values.dtype), dskip, *[None] * 4

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .convolution import TOKENS
-
 TAPS = tl.constexpr(4)
+TOKENS = 64  # a strip
 UNROLLED = tl.constexpr(4)  # tokens whose loads are under way together
 
 
@@ -48,21 +47,11 @@ def _tap(weight, channels, inside, W: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _age(age, reset, t, T):
+def _age(age, reset, t, T, RESET: tl.constexpr):
     """How many tokens t's document has before it, given the same of the token before."""
-    return tl.where(tl.load(reset + t, mask=(t >= 0) & (t < T), other=0) != 0, 0, age + 1)
-
-
-@triton.jit
-def _ages(age, reset, t, T, RESET: tl.constexpr):
-    """The same of the tokens from t on; and whether some of them are so young that taps reach beyond their document."""
     if RESET:
-        a = _age(age, reset, t, T)
-        b = _age(a, reset, t + 1, T)
-        c = _age(b, reset, t + 2, T)
-        d = _age(c, reset, t + 3, T)
-        return (a, b, c, d), (a < 3) | (b < 3) | (c < 3) | (d < 3)
-    return (age, age, age, age), False
+        return tl.where(tl.load(reset + t, mask=(t >= 0) & (t < T), other=0) != 0, 0, age + 1)
+    return age + 1
 
 
 @triton.jit
@@ -79,32 +68,14 @@ def _start(x, weight, bias, reset, first, T, stride, channels, inside, W: tl.con
         _row(x, first - 2, T, stride, channels, inside).to(tl.float32),
         _row(x, first - 3, T, stride, channels, inside).to(tl.float32),
     )
-    age = 3
-    if RESET:
-        age = _age(_age(0, reset, first - 2, T), reset, first - 1, T)
+    age = _age(_age(0, reset, first - 2, T, RESET), reset, first - 1, T, RESET)
     return offset, taps, before, age
 
 
 @triton.jit
-def _sums(now, before, age, offset, taps, CUT: tl.constexpr):
-    """What the activation takes, and the tokens before, zero where they belong to another document."""
-    if CUT:
-        before = (
-            tl.where(age >= 1, before[0], 0.0), tl.where(age >= 2, before[1], 0.0), tl.where(age >= 3, before[2], 0.0)
-        )
-    return offset + taps[0] * now + taps[1] * before[0] + taps[2] * before[1] + taps[3] * before[2], before
-
-
-@triton.jit
-def _convolve(y, rows, ages, before, t, T, offset, taps, channels, inside, C: tl.constexpr, CUT: tl.constexpr):
-    """Tokens from t on, of which ``rows`` are loaded. Returns the last three."""
-    for j in tl.static_range(UNROLLED):
-        now = rows[j].to(tl.float32)
-        out, _ = _sums(now, before, ages[j], offset, taps, CUT)
-        out *= tl.sigmoid(out)
-        tl.store(y + (t + j) * C + channels, out.to(y.dtype.element_ty), mask=_among(t + j, 0, T, inside))
-        before = (now, before[0], before[1])
-    return before
+def _reached(before, age):
+    """The tokens before, zero where they belong to another document."""
+    return (tl.where(age >= 1, before[0], 0.0), tl.where(age >= 2, before[1], 0.0), tl.where(age >= 3, before[2], 0.0))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -123,48 +94,32 @@ def _forward_kernel(
         x, weight, bias, reset, first, T, stride, channels, inside, W, BIAS, RESET
     )
     for i in range(0, BT, UNROLLED):
-        t = first + i
-        rows = _rows(x, t, T, stride, channels, inside)
-        ages, young = _ages(age, reset, t, T, RESET)
-        if young:
-            before = _convolve(y, rows, ages, before, t, T, offset, taps, channels, inside, C, True)
-        else:
-            before = _convolve(y, rows, ages, before, t, T, offset, taps, channels, inside, C, False)
-        age = ages[3]
+        rows = _rows(x, first + i, T, stride, channels, inside)
+        for j in tl.static_range(UNROLLED):
+            t = first + i + j
+            now = rows[j].to(tl.float32)
+            age = _age(age, reset, t, T, RESET)
+            past = _reached(before, age)
+            out = offset + taps[0] * now + taps[1] * past[0] + taps[2] * past[1] + taps[3] * past[2]
+            out *= tl.sigmoid(out)
+            tl.store(y + t * C + channels, out.to(y.dtype.element_ty), mask=_among(t, 0, T, inside))
+            before = (now, before[0], before[1])
 
 
 @triton.jit
-def _spread(g, age, taps, pending, CUT: tl.constexpr):
+def _gradient(dy, now, past, offset, taps):
+    """The gradient of what the activation takes."""
+    u = offset + taps[0] * now + taps[1] * past[0] + taps[2] * past[1] + taps[3] * past[2]
+    s = tl.sigmoid(u)
+    return dy.to(tl.float32) * s * (1.0 + u * (1.0 - s))
+
+
+@triton.jit
+def _spread(g, age, taps, pending):
     """Token t's gradient to the tokens that it read: the one three before it is then complete."""
-    if CUT:
-        g1 = tl.where(age >= 1, g, 0.0)
-        g2 = tl.where(age >= 2, g, 0.0)
-        g3 = tl.where(age >= 3, g, 0.0)
-    else:
-        g1, g2, g3 = g, g, g
-    return pending[2] + taps[3] * g3, (taps[0] * g, pending[0] + taps[1] * g1, pending[1] + taps[2] * g2)
-
-
-@triton.jit
-def _differentiate(
-    dx, rows, gradients, ages, before, pending, dtaps, doffset, t, first, T, offset, taps, channels, inside,
-    C: tl.constexpr, OWN: tl.constexpr, COUNT: tl.constexpr, CUT: tl.constexpr,
-):
-    """COUNT tokens from t on, of which ``rows`` and the gradients of their outputs are loaded; not OWN where they are
-    the next strip's, and only counted for what they read of this one."""
-    for j in tl.static_range(COUNT):
-        now = rows[j].to(tl.float32)
-        u, past = _sums(now, before, ages[j], offset, taps, CUT)
-        s = tl.sigmoid(u)
-        g = gradients[j].to(tl.float32) * s * (1.0 + u * (1.0 - s))
-        if OWN:
-            doffset += g
-            dtaps = (dtaps[0] + g * now, dtaps[1] + g * past[0], dtaps[2] + g * past[1], dtaps[3] + g * past[2])
-        done, pending = _spread(g, ages[j], taps, pending, CUT)
-        place = dx + (t + j - 3) * C + channels
-        tl.store(place, done.to(dx.dtype.element_ty), mask=_among(t + j - 3, first, T, inside))
-        before = (now, before[0], before[1])
-    return before, pending, dtaps, doffset
+    done = pending[2] + tl.where(age >= 3, taps[3] * g, 0.0)
+    last = pending[1] + tl.where(age >= 2, taps[2] * g, 0.0)
+    return done, (taps[0] * g, pending[0] + tl.where(age >= 1, taps[1] * g, 0.0), last)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -189,29 +144,31 @@ def _backward_kernel(
     dtaps = (zero, zero, zero, zero)
     doffset = zero
     for i in range(0, BT, UNROLLED):
-        t = first + i
-        rows = _rows(x, t, T, stride, channels, inside)
-        gradients = _rows(dy, t, T, C, channels, inside)
-        ages, young = _ages(age, reset, t, T, RESET)
-        if young:
-            before, pending, dtaps, doffset = _differentiate(
-                dx, rows, gradients, ages, before, pending, dtaps, doffset, t, first, T, offset, taps, channels,
-                inside, C, True, UNROLLED, True,
-            )
-        else:
-            before, pending, dtaps, doffset = _differentiate(
-                dx, rows, gradients, ages, before, pending, dtaps, doffset, t, first, T, offset, taps, channels,
-                inside, C, True, UNROLLED, False,
-            )
-        age = ages[3]
-    t = first + BT
-    rows = _rows(x, t, T, stride, channels, inside)
-    gradients = _rows(dy, t, T, C, channels, inside)
-    ages, _ = _ages(age, reset, t, T, RESET)
-    _differentiate(
-        dx, rows, gradients, ages, before, pending, dtaps, doffset, t, first, T, offset, taps, channels, inside, C,
-        False, TAPS - 1, RESET,
-    )
+        rows = _rows(x, first + i, T, stride, channels, inside)
+        gradients = _rows(dy, first + i, T, C, channels, inside)
+        for j in tl.static_range(UNROLLED):
+            t = first + i + j
+            now = rows[j].to(tl.float32)
+            age = _age(age, reset, t, T, RESET)
+            past = _reached(before, age)
+            g = _gradient(gradients[j], now, past, offset, taps)
+            doffset += g
+            dtaps = (dtaps[0] + g * now, dtaps[1] + g * past[0], dtaps[2] + g * past[1], dtaps[3] + g * past[2])
+            done, pending = _spread(g, age, taps, pending)
+            place = dx + (t - 3) * C + channels
+            tl.store(place, done.to(dx.dtype.element_ty), mask=_among(t - 3, first, T, inside))
+            before = (now, before[0], before[1])
+    # the next strip's tokens, for what they read of this one
+    rows = _rows(x, first + BT, T, stride, channels, inside)
+    gradients = _rows(dy, first + BT, T, C, channels, inside)
+    for j in tl.static_range(TAPS - 1):
+        t = first + BT + j
+        now = rows[j].to(tl.float32)
+        age = _age(age, reset, t, T, RESET)
+        g = _gradient(gradients[j], now, _reached(before, age), offset, taps)
+        done, pending = _spread(g, age, taps, pending)
+        tl.store(dx + (t - 3) * C + channels, done.to(dx.dtype.element_ty), mask=_among(t - 3, 0, T, inside))
+        before = (now, before[0], before[1])
     for d in tl.static_range(W):
         tl.store(partial + (W - 1 - d) * C + channels, dtaps[d], mask=inside)
     tl.store(partial + W * C + channels, doffset, mask=inside)
@@ -224,10 +181,10 @@ def _call(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) 
     batch, tokens, channels = x.shape
     weight = weight.contiguous()
     mask = weight if reset is None else reset.contiguous().view(torch.uint8)
-    block = 256  # channels, four for each lane of two warps
+    block = 256  # channels, eight for each lane of a warp
     options = {
         "C": channels, "W": weight.shape[1], "BT": TOKENS, "BC": block, "BIAS": bias is not None,
-        "RESET": reset is not None, "num_warps": 2, "enable_fp_fusion": True,
+        "RESET": reset is not None, "num_warps": 1, "enable_fp_fusion": True,
     }
     grid = (triton.cdiv(channels, block), triton.cdiv(tokens, TOKENS), batch)
     return x, (weight, weight if bias is None else bias.contiguous(), mask), grid, options
@@ -243,8 +200,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None
 
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and each strip's part of those of weight and bias [strips, W + 1, C]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias; each strip's part of the last two is written out and summed afterwards."""
     x, tensors, grid, options = _call(x, weight, bias, reset)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = weight.shape[1]
@@ -252,4 +209,5 @@ def backward(
     _backward_kernel[grid](
         dy.contiguous(), x, *tensors, dx, partial, x.shape[1], x.stride(0), x.stride(1), **options
     )
-    return dx, partial
+    sums = partial.sum(0)
+    return dx, sums[:width].T.contiguous(), sums[width].clone()

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gated_norm import BACKWARD, FORWARD, Plan
-
 
 @triton.jit
 def _read(pointer, rows, stride, columns, inside):
@@ -117,16 +115,21 @@ def _call(
     x: Tensor, gate: Tensor, values: Tensor | None, groups: int, sigmoid: bool, gate_first: bool, programs: int
 ) -> tuple[tuple, tuple, tuple[int, int], dict]:
     """x, gate and values as the kernels take them, the numbers that follow the tensors, the grid and the constants."""
-    plan = Plan.of(x.shape, groups, programs)
     (x, *strides), (gate, stride_gate) = _rows(x), _rows(gate)
     skipped = values is not None
     values, stride_values = _rows(values) if skipped else (x, 0)
+    batch, tokens, channels = x.shape
+    width = channels // groups
+    block = triton.next_power_of_2(width)
+    tile = max(1, 2048 // block)  # tokens
+    tiles = triton.cdiv(batch * tokens, tile)
+    steps = triton.cdiv(tiles, max(1, programs // groups))
     constants = {
-        "S": x.shape[2] // groups, "BR": plan.tile, "BS": plan.block, "SIGMOID": sigmoid, "GATE_FIRST": gate_first,
-        "SKIP": skipped, "num_warps": min(16, max(4, plan.tile * plan.block // 1024)), "enable_fp_fusion": True,
+        "S": width, "BR": tile, "BS": block, "SIGMOID": sigmoid, "GATE_FIRST": gate_first, "SKIP": skipped,
+        "num_warps": min(16, max(4, tile * block // 1024)), "enable_fp_fusion": True,
     }
-    numbers = (*strides, stride_gate, stride_values, x.shape[0] * x.shape[1], plan.steps)
-    return (x, gate, values), numbers, (plan.programs, groups), constants
+    numbers = (*strides, stride_gate, stride_values, batch * tokens, steps)
+    return (x, gate, values), numbers, (triton.cdiv(tiles, steps), groups), constants
 
 
 def forward(
@@ -134,7 +137,7 @@ def forward(
     sigmoid: bool, gate_first: bool,
 ) -> Tensor:
     """See :func:`surgery.kernels.gated_norm.gated_norm`."""
-    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, FORWARD)
+    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, 2048)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     weight = weight.contiguous()
     skip = weight if skip is None else skip.contiguous()
@@ -145,9 +148,9 @@ def forward(
 def backward(
     dout: Tensor, x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int,
     eps: float, sigmoid: bool, gate_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and gate, and each program's part of those of weight and skip [programs, 2, C]."""
-    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, BACKWARD)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, gate, weight and skip; each program's part of the last two is summed afterwards."""
+    (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, 512)
     dx, dgate = (torch.empty(x.shape, dtype=y.dtype, device=x.device) for y in (x, gate))
     weight = weight.contiguous()
     skip = weight if skip is None else skip.contiguous()
@@ -155,4 +158,5 @@ def backward(
     _backward_kernel[grid](
         dout.contiguous(), x, gate, weight, values, skip, dx, dgate, partial, eps, *numbers, **constants
     )
-    return dx, dgate, partial
+    dweight, dskip = partial.sum(0)
+    return dx, dgate, dweight.clone(), dskip.clone()

@@ -195,7 +195,7 @@ def output(q: Tensor, k: Tensor, v: Tensor, write: Tensor, met: Tensor, total: T
     block = _heads(batch * chunks, heads, groups)
     _output_kernel[(batch * chunks, heads // block)](
         q, k, v, write.contiguous(), met.contiguous(), total.contiguous(), o, stride_k, stride_v, heads, groups, block,
-        **_constants(k, v), num_warps=4, num_stages=3,
+        **_constants(k, v), num_warps=4, num_stages=2,
     )
     return o
 
@@ -229,6 +229,6 @@ def gradients(
         (True, (q, k, do, write, met, left, total, doverlaps, dq), heads * v.shape[4]),
     ):
         _keys_kernel[grid](
-            *tensors, recalled, through, stride_k, stride, *sizes, READS=reads, **constants, num_warps=4, num_stages=3
+            *tensors, recalled, through, stride_k, stride, *sizes, READS=reads, **constants, num_warps=4, num_stages=2
         )
     return dq.sum(0).to(q.dtype), dk.sum(0).to(k.dtype), dv, dwrite, read, written, carried, recalled, through

@@ -171,7 +171,8 @@ class Graft(nn.Module):
     def _compiles(self, hidden: Tensor) -> bool:
         # a hook that comes after the compilation would not be called
         watched = self.memory._forward_hooks or self.memory._forward_pre_hooks
-        return not watched and self.memory.compiles(hidden.device)
+        included = compiling.includes(self.geometry.style, self.memory.rule)
+        return included and not watched and self.memory.compiles(hidden.device)
 
     def _gather(
         self, hidden: Tensor, mask: Tensor | None, reset: Tensor | None, window: Tensor | None

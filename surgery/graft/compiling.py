@@ -21,9 +21,13 @@ from surgery.errors import UsageError
 from surgery.kernels.chunks import TRITON
 
 SWITCH = "SURGERY_COMPILE"
+# the style and the memory rule of mixers whose compiled form has passed its test on a GPU
+# (``pytest -m gpu tests/graft/test_compiling.py``): the others are compiled under SURGERY_COMPILE=1 alone
+TESTED = frozenset({("additive", "host"), ("additive", "palimpsa")})
 VARIANTS = 64  # compilations of one function: shapes, rules, and who gets gradients
 
 _active = False
+_rules: frozenset[tuple[str, str]] | None = None  # None: all
 
 
 def wanted(device: str) -> bool:
@@ -32,38 +36,53 @@ def wanted(device: str) -> bool:
     Raises:
         UsageError: SURGERY_COMPILE is neither 0 nor 1.
     """
-    choice = os.environ.get(SWITCH, "1")
-    if choice not in ("0", "1"):
+    return _choice() != "0" and device.startswith("cuda") and TRITON
+
+
+def tested() -> frozenset[tuple[str, str]] | None:
+    """What training compiles: what has been tested, or all (None) under SURGERY_COMPILE=1."""
+    return None if _choice() == "1" else TESTED
+
+
+def _choice() -> str | None:
+    choice = os.environ.get(SWITCH)
+    if choice not in (None, "0", "1"):
         raise UsageError(f"{SWITCH}={choice}: choose 0 or 1")
-    return choice == "1" and device.startswith("cuda") and TRITON
+    return choice
 
 
 def remark(device: str) -> str | None:
     """What a user should know of it before the first step, if anything."""
     if wanted(device):
-        return f"the first step compiles the mixers, which takes a minute or two ({SWITCH}=0 runs them as they are)"
+        return f"the first step compiles what it can, which takes about a minute ({SWITCH}=0: nothing)"
     if device.startswith("cuda") and not TRITON:
         return "there is no C compiler, Python header or Triton to build kernels with: the mixers run more slowly"
     return None
 
 
 @contextmanager
-def compiled_mixers(active: bool = True) -> Iterator[None]:
-    """Compile within the block, if ``active``."""
-    global _active
+def compiled_mixers(active: bool = True, rules: frozenset[tuple[str, str]] | None = None) -> Iterator[None]:
+    """Compile within the block, if ``active``: mixers of all memory rules, or of these styles and rules."""
+    global _active, _rules
     from torch._dynamo import config
 
-    before, _active = _active, active
+    before = _active, _rules
+    _active, _rules = active, rules
     try:
         with config.patch(recompile_limit=max(config.recompile_limit, VARIANTS), suppress_errors=True):
             yield
     finally:
-        _active = before
+        _active, _rules = before
 
 
 def active() -> bool:
     """Whether a call that can be compiled is to be."""
     return _active and not torch.compiler.is_compiling()
+
+
+def includes(style: str, rule: str) -> bool:
+    """Whether mixers of this style and memory rule are among those to compile."""
+    return _rules is None or (style, rule) in _rules
 
 
 @functools.cache

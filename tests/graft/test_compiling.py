@@ -71,6 +71,8 @@ def test_what_is_not_compiled(compilations):
         handle = graft.memory.register_forward_hook(lambda *_: seen.append(True))
         graft(hidden)
         handle.remove()
+        with compiling.compiled_mixers(rules=frozenset({("additive", "palimpsa"), ("delta", "host")})):
+            graft(hidden)
         assert seen and not compilations
         graft(hidden)
     assert len(compilations) == 1
@@ -80,6 +82,7 @@ def test_where_training_compiles(monkeypatch):
     monkeypatch.setattr(compiling, "TRITON", True)
     monkeypatch.delenv("SURGERY_COMPILE", raising=False)
     assert compiling.wanted("cuda") and not compiling.wanted("cpu")
+    assert compiling.tested() == compiling.TESTED
     assert "SURGERY_COMPILE=0" in compiling.remark("cuda") and compiling.remark("cpu") is None
     monkeypatch.setattr(compiling, "TRITON", False)
     assert not compiling.wanted("cuda:1")
@@ -87,6 +90,8 @@ def test_where_training_compiles(monkeypatch):
     monkeypatch.setattr(compiling, "TRITON", True)
     monkeypatch.setenv("SURGERY_COMPILE", "0")
     assert not compiling.wanted("cuda") and compiling.remark("cuda") is None
+    monkeypatch.setenv("SURGERY_COMPILE", "1")
+    assert compiling.wanted("cuda") and compiling.tested() is None
     monkeypatch.setenv("SURGERY_COMPILE", "yes")
     with pytest.raises(UsageError, match="SURGERY_COMPILE=yes: choose 0 or 1"):
         compiling.wanted("cuda")
