@@ -20,7 +20,7 @@ from .triton_backward_common import (
     store_block,
     store_rows,
 )
-from .triton_common import SHRINK, dot, rounded
+from .triton_common import SHRINK, dot
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded"])
@@ -147,8 +147,7 @@ def _congruence_kernel(
     U, F, pulls, gains, scalars, logs, phi, dP, padded,
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Columns of ``phi`` [2, K, K], Phi^T as the nearest tf32 numbers and the rest, and rows of Sigma, which goes where
-    the chunk's D will be."""
+    """Columns of ``phi`` [K, K], Phi^T, and rows of Sigma, which goes where the chunk's D will be."""
     EVEN: tl.constexpr = BD * NB == K
     row = tl.program_id(0) * BD
     chunk = tl.program_id(1)
@@ -167,7 +166,7 @@ def _congruence_kernel(
     place = bh * chunks + chunk
     F += place * (K * C)
     pulls += place * (K * C)
-    phi += place * (2 * K * K)
+    phi += place * (K * K)
     dP += (bh * (chunks + 1) + chunk) * (K * K)
     w = tl.trans(-weight[:, None] * load_rows(U + tokens, None, K, row, K, C, BD, EVEN))
     for m in range(NB):
@@ -175,10 +174,7 @@ def _congruence_kernel(
         f = tl.trans(load_block(F, column, 0, K, C, BD, C, EVEN))
         turned = tl.where(i + row == j + column, whole, 0.0)
         turned = dot(w, f, turned, False, False, PRECISION)
-        turned = tl.trans(turned)
-        high = rounded(turned)
-        store_block(phi, high, column, row, K, K, BD, BD, EVEN)
-        store_block(phi + K * K, turned - high, column, row, K, K, BD, BD, EVEN)
+        store_block(phi, tl.trans(turned), column, row, K, K, BD, BD, EVEN)
     f = load_block(F, row, 0, K, C, BD, C, EVEN)
     for m in range(NB):
         column = m * BD
@@ -193,55 +189,23 @@ def _congruence_kernel(
         store_block(dP, 0.5 * sigma, row, column, K, K, BD, BD, EVEN)
 
 
-@triton.jit
-def _split_product(
-    a, b, c, row, column, K: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr
-):
-    """c + the block at (row, column) of A B^T, with both [K, K] in memory as tf32 numbers and the rest [2, K, K]: what
-    is loaded goes to the tensor cores without passing through registers."""
-    for part in range(0, K, BK):
-        a_high = load_block(a, row, part, K, K, BD, BK, EVEN)
-        a_low = load_block(a + K * K, row, part, K, K, BD, BK, EVEN)
-        b_high = tl.trans(load_block(b, column, part, K, K, BD, BK, EVEN))
-        b_low = tl.trans(load_block(b + K * K, column, part, K, K, BD, BK, EVEN))
-        c = tl.dot(a_low, b_high, c, input_precision="tf32")
-        c = tl.dot(a_high, b_low, c, input_precision="tf32")
-        c = tl.dot(a_high, b_high, c, input_precision="tf32")
-    return c
-
-
-@triton.jit
-def _store_split(pointer, x, row, column, K: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
-    high = rounded(x)
-    store_block(pointer, high, row, column, K, K, BD, BD, EVEN)
-    store_block(pointer + K * K, x - high, row, column, K, K, BD, BD, EVEN)
-
-
 @triton.jit(do_not_specialize=["H", "chunks"])
 def _covariance_adjoint_kernel(
     phi, F, psi, scratch, gains, scalars, precision, solve, base, lam, dP, H, chunks,
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dP [N + 1, K, K] from its last slot back; the others hold Sigma beforehand. ``scratch`` is [B H, 2, 2, K, K]: D
-    and Phi^T D, each as tf32 numbers and the rest."""
+    """dP [N + 1, K, K] from its last slot back; the others hold Sigma beforehand. ``scratch`` is [B H, K, K]."""
     EVEN: tl.constexpr = BD * NB == K
     bh = tl.program_id(0).to(tl.int64)
     padded = chunks * C
     size = tl.num_programs(0).to(tl.int64) * padded
     dP += (bh * (chunks + 1) + chunks) * (K * K)
-    phi += (bh * chunks + chunks) * (2 * K * K)
-    current = scratch + bh * (4 * K * K)
-    half = current + 2 * K * K
-    for n in range(NB):
-        for m in range(NB):
-            last = load_block(dP, n * BD, m * BD, K, K, BD, BD, EVEN)
-            _store_split(current, last, n * BD, m * BD, K, BD, EVEN)
-    # what follows reads what other threads wrote
-    tl.debug_barrier()
+    phi += (bh * chunks + chunks) * (K * K)
+    scratch += bh * (K * K)
     for step in range(chunks):
         chunk = chunks - 1 - step
-        phi -= 2 * K * K
+        phi -= K * K
         tokens = (bh * padded + chunk * C) * K
         if not UNIT:
             at = bh * padded + chunk * C + tl.arange(0, C)
@@ -260,23 +224,29 @@ def _covariance_adjoint_kernel(
             more = tl.sum(inverse * (r * (x - r) * h * h * chi)[:, None], 0)
             tl.store(base + at, chi)
             tl.store(lam + at, more)
-        # Phi^T D, then that with Phi; D is symmetric
+        # Phi^T D, then that with Phi; both D and Phi read as rows that products take for columns, D being symmetric
         for n in range(NB):
             for m in range(NB):
-                none = tl.zeros((BD, BD), tl.float32)
-                turned = _split_product(phi, current, none, n * BD, m * BD, K, BD, BK, EVEN)
-                _store_split(half, turned, n * BD, m * BD, K, BD, EVEN)
+                half = tl.zeros((BD, BD), tl.float32)
+                for part in range(0, K, BK):
+                    a = load_block(phi, n * BD, part, K, K, BD, BK, EVEN)
+                    d = tl.trans(load_block(dP, m * BD, part, K, K, BD, BK, EVEN))
+                    half = dot(a, d, half, False, False, PRECISION)
+                store_block(scratch, half, n * BD, m * BD, K, K, BD, BD, EVEN)
+        # what follows reads what other threads wrote
         tl.debug_barrier()
         dP -= K * K
         for n in range(NB):
             for m in range(NB):
                 state = load_block(dP, n * BD, m * BD, K, K, BD, BD, EVEN)
-                state = _split_product(half, phi, state, n * BD, m * BD, K, BD, BK, EVEN)
+                for part in range(0, K, BK):
+                    a = load_block(scratch, n * BD, part, K, K, BD, BK, EVEN)
+                    b = tl.trans(load_block(phi, m * BD, part, K, K, BD, BK, EVEN))
+                    state = dot(a, b, state, False, False, PRECISION)
                 if not UNIT:
                     chunk_F = F + (bh * chunks + chunk) * (K * C)
                     f = more[None, :] * load_block(chunk_F, n * BD, 0, K, C, BD, C, EVEN)
                     other = tl.trans(load_block(chunk_F, m * BD, 0, K, C, BD, C, EVEN))
                     state = dot(f, other, state, False, False, PRECISION)
                 store_block(dP, state, n * BD, m * BD, K, K, BD, BD, EVEN)
-                _store_split(current, state, n * BD, m * BD, K, BD, EVEN)
         tl.debug_barrier()

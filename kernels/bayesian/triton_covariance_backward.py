@@ -48,12 +48,14 @@ from .triton_covariance_gradients import (
 class Layout(NamedTuple):
     """How the kernels are laid out; a block is of keys."""
 
-    block: int  # of most of the kernels that run over all chunks at once, on 4 warps
-    narrow: int  # of those that work the better for a smaller one
-    stages: int  # of loads under way in the walk back; more than shared memory holds if r != x
+    block: int  # of the kernels that run over all chunks at once, on 4 warps
+    part: int  # of the sums over keys in the walk back
+    stages: int  # of loads under way there
 
 
-LAYOUT = Layout(block=64, narrow=32, stages=3)
+LAYOUT = Layout(block=64, part=64, stages=3)
+# for r != x, where shared memory does not hold as much
+SHRINKING = LAYOUT._replace(part=32, stages=2)
 
 
 class CovarianceGradients(NamedTuple):
@@ -109,10 +111,9 @@ def covariance_backward(
     # rounded once only: a sum over the value heads of a key head comes before
     dtype = k.dtype if shape.heads == shape.groups else torch.float32
     dkeys = torch.empty(shape.batch, shape.tokens, shape.heads, shape.key_dim, dtype=dtype, device=k.device)
-    narrow, parts = shape.key_blocks(LAYOUT.narrow)
     _keys_gradient_kernel[(blocks, *grid)](
         k, dU, dk, inverse, read_keys, table.scalars, logs, P, dkeys, *sizes, P.shape[2], BN=width, EXACT=exact(k),
-        **{**keys, "BD": narrow, "NB": parts},
+        **keys,
     )
     return CovarianceGradients(dkeys, *dscalars, dprecision, 0.5 * (dP[:, :, 0] + dP[:, :, 0].mT))
 
@@ -145,16 +146,17 @@ def _covariance_adjoint(
     square = (shape.key_dim, shape.key_dim)
     dP = torch.empty(shape.batch, shape.heads, shape.chunks + 1, *square, dtype=torch.float32, device=k.device)
     dP[:, :, -1] = 0.5 * (dfinal + dfinal.mT)
-    phi = torch.empty(shape.batch, shape.heads, shape.chunks, 2, *square, dtype=torch.float32, device=k.device)
+    phi = torch.empty(shape.batch, shape.heads, shape.chunks, *square, dtype=torch.float32, device=k.device)
     width, blocks = shape.key_blocks(128)
     _congruence_kernel[(blocks, *grid)](
         U, F, pulls, gains, table.scalars, logs, phi, dP, shape.padded, BD=width, NB=blocks, num_warps=8, **digits
     )
     del pulls
-    scratch = torch.empty(shape.programs, 2, 2, *square, dtype=torch.float32, device=k.device)
-    digits = {**digits, "num_stages": LAYOUT.stages if unit_gain else 2}
+    scratch = torch.empty(shape.programs, *square, dtype=torch.float32, device=k.device)
+    walk = LAYOUT if unit_gain else SHRINKING
+    digits = {**digits, "num_stages": walk.stages}
     _covariance_adjoint_kernel[(shape.programs,)](
         phi, F, psi, scratch, gains, table.scalars, precision, solve, base, lam, dP, shape.heads, shape.chunks,
-        BD=width, NB=blocks, BK=min(32, width), UNIT=unit_gain, num_warps=8, **digits,
+        BD=width, NB=blocks, BK=min(walk.part, width), UNIT=unit_gain, num_warps=8, **digits,
     )
     return dP, (base, lam), inverse

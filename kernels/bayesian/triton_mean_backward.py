@@ -74,11 +74,11 @@ def _mean_adjoint_kernel(
         since = tl.exp(log.to(tl.float32))
         to_end = tl.load(gains + at) * tl.exp((last - log).to(tl.float32))
         whole = tl.exp(last.to(tl.float32))
-        grad = nearest_tf32(load_tokens(do + values, first, T, H * V, column, V, C, BV), PRECISION)
+        grad = load_tokens(do + values, first, T, H * V, column, V, C, BV)
         place = (bh * chunks + chunk) * (C * C)
         weight = tl.trans(load_matrix(reads + place, 0, 0, C, C, C, C))
         none = tl.zeros((C, BV), tl.float32)
-        derror = dot(weight, grad, none, False, False, PRECISION)
+        derror = dot(weight, nearest_tf32(grad, PRECISION), none, False, False, PRECISION)
         for i in tl.static_range(NB):
             u = to_end[:, None] * load_tokens(U + bh * padded * K, first, padded, K, i * BD, K, C, BD)
             m = nearest_tf32(dmean[i], PRECISION)
@@ -87,13 +87,13 @@ def _mean_adjoint_kernel(
         free = dot(solve, nearest_tf32(derror, PRECISION), none, False, False, PRECISION)
         free = nearest_tf32(free, PRECISION)
         store_tokens(dfree + bh * padded * V, free, first, padded, V, column, V, C, BV)
+        grad = nearest_tf32(since[:, None] * grad, PRECISION)
         free = nearest_tf32(-(tl.load(scalars + ERASE * size + at) * since)[:, None] * free, PRECISION)
         dmeans -= K * V
         updated = ()
         for i in tl.static_range(NB):
             qq = tl.trans(load_tokens(q + keys, first, T, G * K, i * BD, K, C, BD))
-            qq = nearest_tf32(since[None, :] * qq, PRECISION)
-            m = dot(qq, grad, whole * dmean[i], False, False, PRECISION)
+            m = dot(qq, grad, whole * dmean[i], EXACT, False, PRECISION)
             kk = tl.trans(load_tokens(k + keys, first, T, G * K, i * BD, K, C, BD))
             m = dot(kk, free, m, EXACT, False, PRECISION)
             store_matrix(dmeans, m, i * BD, column, K, V, BD, BV)
@@ -108,8 +108,7 @@ def _pairs_gradient_kernel(
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """What pairs of tokens give: dv, parts of the scalars' gradients, what the rows of q, k and u are weighted with in
-    each other's gradients (``dreads`` and ``dcoupling`` [2, C, C], also transposed), and the gradients of the ratios
-    (``dratios`` [C, C])."""
+    each other's gradients (``dreads`` and ``dcoupling`` [C, C]), and the gradients of the ratios (``dratios``)."""
     EVEN: tl.constexpr = BD * NB == K
     WHOLE: tl.constexpr = V % BV == 0
     chunk = tl.program_id(0)
@@ -142,12 +141,8 @@ def _pairs_gradient_kernel(
     weight = lower_ratios(high, low, C) * h[None, :]
     reading = tl.where(i >= j, do_error, 0.0)
     coupled = tl.where(i > j, -free_error, 0.0)
-    weighted = nearest_tf32(reading * weight, PRECISION)
-    store_block(dreads + 2 * place, weighted, 0, 0, C, C, C, C, True)
-    store_block(dreads + 2 * place + C * C, tl.trans(weighted), 0, 0, C, C, C, C, True)
-    weighted = nearest_tf32(coupled * p[:, None] * weight, PRECISION)
-    store_block(dcoupling + 2 * place, weighted, 0, 0, C, C, C, C, True)
-    store_block(dcoupling + 2 * place + C * C, tl.trans(weighted), 0, 0, C, C, C, C, True)
+    store_block(dreads + place, nearest_tf32(reading * weight, PRECISION), 0, 0, C, C, C, C, True)
+    store_block(dcoupling + place, nearest_tf32(coupled * p[:, None] * weight, PRECISION), 0, 0, C, C, C, C, True)
     with_keys = tl.zeros((C, C), tl.float32)
     with_queries = tl.zeros((C, C), tl.float32)
     for n in range(NB):
@@ -184,25 +179,24 @@ def _mean_gradients_kernel(
     keys = ((bh // H * T + first) * G + (bh % H) // (H // G)) * K
     values = ((bh // H * T + first) * H + bh % H) * V
     tokens = bh * padded + first
-    place = (bh * chunks + chunk) * (2 * C * C)
+    place = (bh * chunks + chunk) * (C * C)
     row = own * BD
     means += (bh * (chunks + 1) + chunk) * (K * V)
     dmeans += (bh * (chunks + 1) + chunk + 1) * (K * V)
-    # all transposed, [BD, C], so that the right operands lie in memory as products want them
-    do_mean = tl.zeros((BD, C), tl.float32)
-    free_mean = tl.zeros((BD, C), tl.float32)
-    error_dmean = tl.zeros((BD, C), tl.float32)
+    do_mean = tl.zeros((C, BD), tl.float32)
+    free_mean = tl.zeros((C, BD), tl.float32)
+    error_dmean = tl.zeros((C, BD), tl.float32)
     inner = tl.zeros((BD,), tl.float32)
     for column in range(0, V, BV):
         mean = nearest_tf32(load_block(means, row, column, K, V, BD, BV, EVEN and WHOLE), PRECISION)
         dmean = nearest_tf32(load_block(dmeans, row, column, K, V, BD, BV, EVEN and WHOLE), PRECISION)
         inner += tl.sum(mean * dmean, 1)
         grad = nearest_tf32(load_rows(do + values, T - first, H * V, column, V, C, BV, WHOLE), PRECISION)
-        do_mean = dot(mean, tl.trans(grad), do_mean, False, False, PRECISION)
+        do_mean = dot(grad, tl.trans(mean), do_mean, False, False, PRECISION)
         free = load_rows(dfree + tokens * V, None, V, column, V, C, BV, WHOLE)
-        free_mean = dot(mean, tl.trans(free), free_mean, False, False, PRECISION)
+        free_mean = dot(free, tl.trans(mean), free_mean, False, False, PRECISION)
         error = load_rows(errors + tokens * V, None, V, column, V, C, BV, WHOLE)
-        error_dmean = dot(dmean, tl.trans(error), error_dmean, False, False, PRECISION)
+        error_dmean = dot(error, tl.trans(dmean), error_dmean, False, False, PRECISION)
 
     logs += tokens
     high, low = load_logs(logs, size, C)
@@ -211,29 +205,27 @@ def _mean_gradients_kernel(
     to_end = tl.exp((end_high - high) + (end_low - low))
     h = tl.load(gains + at)
     p = tl.load(scalars + ERASE * size + at)
-    u = tl.trans(load_rows(U + tokens * K, None, K, row, K, C, BD, EVEN))
-    kk = tl.trans(load_rows(k + keys, T - first, G * K, row, K, C, BD, EVEN))
-    qq = tl.trans(load_rows(q + keys, T - first, G * K, row, K, C, BD, EVEN))
-    out = parts + own * (3 * size) + at
-    tl.store(out, tl.sum(error_dmean * u, 0))
-    tl.store(out + size, tl.sum(free_mean * kk, 0))
-    end = tl.arange(0, C).to(tl.float32) == C - 1.0
-    tl.store(out + 2 * size, tl.sum(do_mean * qq, 0) + tl.where(end, tl.sum(inner, 0), 0.0))
-
-    du = (to_end * h)[None, :] * error_dmean
-    read = load_block(dreads + place + C * C, 0, 0, C, C, C, C, True)
-    du = dot(qq, tl.trans(read), du, EXACT, False, PRECISION)
-    coupled = load_block(dcoupling + place + C * C, 0, 0, C, C, C, C, True)
-    du = dot(kk, tl.trans(coupled), du, EXACT, False, PRECISION)
-    store_rows(dU + tokens * K, tl.trans(du), None, K, row, K, C, BD, EVEN)
-    u = nearest_tf32(u, PRECISION)
-    coupled = load_block(dcoupling + place, 0, 0, C, C, C, C, True)
-    dkeys = dot(u, tl.trans(coupled), -(p * since)[None, :] * free_mean, False, False, PRECISION)
-    store_rows(dk + tokens * K, tl.trans(dkeys), None, K, row, K, C, BD, EVEN)
+    u = load_rows(U + tokens * K, None, K, row, K, C, BD, EVEN)
+    kk = load_rows(k + keys, T - first, G * K, row, K, C, BD, EVEN)
+    qq = load_rows(q + keys, T - first, G * K, row, K, C, BD, EVEN)
     read = load_block(dreads + place, 0, 0, C, C, C, C, True)
-    dqueries = dot(u, tl.trans(read), since[None, :] * do_mean, False, False, PRECISION)
+    coupled = load_block(dcoupling + place, 0, 0, C, C, C, C, True)
+    du = (to_end * h)[:, None] * error_dmean
+    du = dot(tl.trans(read), qq, du, False, EXACT, PRECISION)
+    du = dot(tl.trans(coupled), kk, du, False, EXACT, PRECISION)
+    store_rows(dU + tokens * K, du, None, K, row, K, C, BD, EVEN)
+    u = nearest_tf32(u, PRECISION)
+    dkeys = dot(coupled, u, -(p * since)[:, None] * free_mean, False, False, PRECISION)
+    store_rows(dk + tokens * K, dkeys, None, K, row, K, C, BD, EVEN)
+    dqueries = dot(read, u, since[:, None] * do_mean, False, False, PRECISION)
     dq += ((bh // H * T + first) * H + bh % H) * K
-    store_rows(dq, tl.trans(dqueries), T - first, H * K, row, K, C, BD, EVEN)
+    store_rows(dq, dqueries, T - first, H * K, row, K, C, BD, EVEN)
+
+    out = parts + own * (3 * size) + at
+    tl.store(out, tl.sum(error_dmean * u, 1))
+    tl.store(out + size, tl.sum(free_mean * kk, 1))
+    end = tl.arange(0, C).to(tl.float32) == C - 1.0
+    tl.store(out + 2 * size, tl.sum(do_mean * qq, 1) + tl.where(end, tl.sum(inner, 0), 0.0))
 
 
 @triton.jit(do_not_specialize=["padded"])
@@ -311,8 +303,7 @@ def mean_backward(
     dq = torch.empty(shape.batch, shape.tokens, shape.heads, shape.key_dim, dtype=dtype, device=q.device)
     dk, dU, dv = torch.empty_like(U), torch.empty_like(U), torch.empty_like(v)
     logs = in_float32(table.logs[0])
-    dratios = torch.empty_like(inverse)
-    dreads, dcoupling = (inverse.new_empty(*inverse.shape[:3], 2, CHUNK, CHUNK) for _ in range(2))
+    dreads, dcoupling, dratios = (torch.empty_like(inverse) for _ in range(3))
     dscalars = torch.empty(4, *gains.shape, dtype=torch.float32, device=q.device)
     sizes = (shape.tokens, shape.heads, shape.groups, shape.padded)
     width, blocks = shape.key_blocks(LAYOUT.keys)
