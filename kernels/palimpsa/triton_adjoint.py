@@ -14,7 +14,7 @@ from .triton_sums import over_both, over_keys, over_rows, over_warps, sum_keys, 
 from .triton_tiles import excess, load_keys, load_rows, load_tile, load_tiles, store_tiles, write
 
 
-@triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
+@triton.jit(do_not_specialize=["lost", "dg", "dprior", "T", "H", "G", "S", "first", "count", "length", "padded"])
 def adjoint_kernel(
     q, k, v, b, dy, dvariance, decay, lost, prior, states, scratch, adjoints, entering,
     dqk, dv, db, dg, dprior, T, H, G, S, first, count, length, padded,
