@@ -156,10 +156,13 @@ def measure(dtype: str, names: list[str], milliseconds: int, known: Callable[[di
         print(_line(name, row), file=sys.stderr, flush=True)
         known(figures)
     figures["decode"] = _decode(DTYPES[dtype], milliseconds)
+    print(_decode_line(figures["decode"]), file=sys.stderr, flush=True)
     known(figures)
     if importlib.util.find_spec("fla") is not None:
         for name in names:
-            figures["shapes"][name]["simple_gla_forward_ms"] = _simple_gla(name, DTYPES[dtype], milliseconds)
+            row = figures["shapes"][name]
+            row["simple_gla_forward_ms"] = _simple_gla(name, DTYPES[dtype], milliseconds)
+            print(f"{name}: simple GLA's forward {row['simple_gla_forward_ms']:.3f} ms", file=sys.stderr, flush=True)
             known(figures)
     return figures
 
@@ -175,6 +178,13 @@ def _line(name: str, row: dict) -> str:
     )
 
 
+def _decode_line(step: dict) -> str:
+    return (
+        f"decode {tuple(step['shape'].values())}: {step['step_ms']:.3f} ms, copying the states {step['copy_ms']:.3f} ms"
+        f" ({step['ratio']:.2f} times)"
+    )
+
+
 def table(figures: dict) -> str:
     """The figures as text, one line a shape."""
     lines = [
@@ -184,9 +194,5 @@ def table(figures: dict) -> str:
         f"{'elements/s':>12}{'of 4.2e12':>11}{'GLA ms':>8}",
     ]
     lines += [_line(name, row) for name, row in figures["shapes"].items()]
-    step = figures["decode"]
-    lines.append(
-        f"decode {tuple(step['shape'].values())}: {step['step_ms']:.3f} ms, copying the states {step['copy_ms']:.3f} ms"
-        f" ({step['ratio']:.2f} times)"
-    )
+    lines.append(_decode_line(figures["decode"]))
     return "\n".join(lines)
