@@ -209,25 +209,6 @@ def invert_unit_lower(pointer, C: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
-def steps_gradient(dratio, ratio, dsince, logs, start, C: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradients [C] of the steps whose products are ``ratio`` [C, C] and, since the chunk's start, ``since`` [C].
-
-    Step j stands in ratio[t, s] for s < j <= t, where ratio[t, j] ratio[j - 1, s] is the product without it: no
-    division, so a step of zero has its gradient too.
-    """
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    at = tl.load(logs + start + tl.arange(0, C))
-    before = tl.load(logs + start + tl.arange(0, C) - 1, mask=tl.arange(0, C) > 0, other=0.0)
-    shifted = tl.exp(tl.minimum((before[:, None] - at[None, :]).to(tl.float32), 0.0))
-    later = dot(
-        tl.trans(ratio), tl.where(i > j, dratio, 0.0), tl.zeros((C, C), tl.float32), False, False, PRECISION
-    )
-    through = tl.sum(tl.where(i > j, later * shifted, 0.0), 1)
-    return through + tl.sum(ratio * dsince[:, None], 0) * tl.exp(before.to(tl.float32))
-
-
 @triton.jit(do_not_specialize=["T", "H", "padded"])
 def _table_kernel(
     decay, cov_decay_sqrt, noise, observation, erase, shrink, write, scalars, logs, T, H, padded, C: tl.constexpr
