@@ -13,11 +13,12 @@ from torch import Tensor
 from ..chunks import check, compute_dtype, without_autocast
 from . import reference
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, Shape, mean_precision, tables
-from .triton_covariance import covariance
+from .triton_covariance import covariance, prepare
 from .triton_covariance_backward import covariance_backward
 from .triton_decode import step
-from .triton_mean import couplings, mean, read
+from .triton_mean import buffers, mean
 from .triton_mean_backward import mean_backward
+from .triton_streams import beside, segments
 
 
 @torch.library.custom_op("surgery::bayesian", mutates_args=())
@@ -32,13 +33,18 @@ def _bayesian(
     shape = Shape.of(k, v)
     table = tables(shape, tuple(x.contiguous() for x in scalars))
     products = mean_precision(q, k, v)
-    U, gains, P, last = covariance(shape, k, table, precision.contiguous(), start_covariance, keep)
-    inverse, reads = couplings(shape, q, k, table, U, gains, products)
-    means, errors = mean(shape, k, v, table, U, gains, inverse, start_mean, products)
-    o = read(shape, q, v, table, reads, means, errors, products)
+    precision = precision.contiguous()
+    work = prepare(shape, k, table, start_covariance, keep)
+    through = buffers(shape, start_mean)
+    o = torch.empty_like(v)
+    with beside(k.device) as ahead:
+        for begin, end in segments(shape.chunks):
+            with ahead():
+                covariance(shape, k, table, precision, work, keep, begin, end)
+            mean(shape, q, k, v, table, work.U, work.gains, through, o, products, begin, end)
     # the covariance is symmetric up to its last digit; the state is to the bit
-    state = torch.cat((means[:, :, -1], 0.5 * (last + last.mT)), dim=-1)
-    kept = (U, gains, P, inverse, reads, means, errors)
+    state = torch.cat((through.means[:, :, -1], 0.5 * (work.last + work.last.mT)), dim=-1)
+    kept = (work.U, work.gains, work.P, *through)
     return o, state, *(kept if keep else (x.new_empty(0) for x in kept))
 
 
@@ -49,7 +55,7 @@ def _(q, k, v, decay, cov_decay_sqrt, process_noise, precision, observation_nois
     key_dim = k.shape[-1]
     chunks = (v.shape[1] + CHUNK - 1) // CHUNK
     sizes = (
-        (chunks * CHUNK, key_dim), (chunks * CHUNK,), (chunks + 3, key_dim, key_dim), (chunks, CHUNK, CHUNK),
+        (chunks * CHUNK, key_dim), (chunks * CHUNK,), (chunks + 1, key_dim, key_dim), (chunks, CHUNK, CHUNK),
         (chunks, CHUNK, CHUNK), (chunks + 1, key_dim, value_dim), (chunks * CHUNK, value_dim),
     )
     state = decay.new_empty((batch, heads, key_dim, value_dim + key_dim))

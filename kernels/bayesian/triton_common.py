@@ -100,12 +100,49 @@ def nearest_tf32(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, c, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
-    """c + a b in ``tf32``, ``ieee`` or ``tf32x3``, the last with float32's digits (error 2^-22).
+def _operand(x, PRECISION: tl.constexpr):
+    """x, which bfloat16 holds as it is, for a product: the interpreter multiplies bfloat16 wrongly."""
+    if PRECISION == "bf16x6":
+        x = x.to(tl.bfloat16)
+    return x
 
-    A and B promise that tf32 holds ``a`` or ``b`` as it is; ``tf32x3`` then needs fewer passes. Written out, since
-    Triton's own tf32x3 spends as many instructions on infinities as on the numbers.
+
+@triton.jit
+def _leading(x):
+    """x cut to bfloat16's digits, in float32."""
+    return (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pieces(x, PRECISION: tl.constexpr):
+    """Three operands in bfloat16 whose sum is x to the last of its 24 digits, since cutting leaves 8 to each."""
+    one = _leading(x)
+    rest = x - one
+    two = _leading(rest)
+    return _operand(one, PRECISION), _operand(two, PRECISION), _operand(rest - two, PRECISION)
+
+
+@triton.jit
+def dot(a, b, c, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
+    """c + a b in ``tf32``, ``ieee``, or with float32's digits (error 2^-22 and less) ``tf32x3`` or ``bf16x6``.
+
+    A and B promise that tf32 (for ``bf16x6``: bfloat16) holds ``a`` or ``b`` as it is, which then needs fewer passes.
+    Written out, since Triton's own tf32x3 spends as many instructions on infinities as on the numbers.
     """
+    if PRECISION == "bf16x6" or PRECISION == "bf16x6-interpreted":
+        if A and B:
+            return tl.dot(_operand(a, PRECISION), _operand(b, PRECISION), c)
+        if A:
+            a1 = _operand(a, PRECISION)
+            b1, b2, b3 = _pieces(b, PRECISION)
+            return tl.dot(a1, b1, tl.dot(a1, b2, tl.dot(a1, b3, c)))
+        a1, a2, a3 = _pieces(a, PRECISION)
+        if B:
+            b1 = _operand(b, PRECISION)
+            return tl.dot(a1, b1, tl.dot(a2, b1, tl.dot(a3, b1, c)))
+        b1, b2, b3 = _pieces(b, PRECISION)
+        c = tl.dot(a1, b3, tl.dot(a2, b2, tl.dot(a3, b1, c)))
+        return tl.dot(a1, b1, tl.dot(a1, b2, tl.dot(a2, b1, c)))
     if PRECISION != "tf32x3":
         return tl.dot(a, b, c, input_precision=PRECISION)
     if A and B:
@@ -125,12 +162,14 @@ def dot(a, b, c, A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def load_tokens(pointer, first, T, stride, start, width, C: tl.constexpr, BLOCK: tl.constexpr):
+def load_tokens(pointer, first, T, stride, start, width: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """[C, BLOCK] of rows ``stride`` apart, from token ``first`` and column ``start`` on, in float32; zeros outside."""
     t = tl.arange(0, C)
     d = start + tl.arange(0, BLOCK)
     pointer += (tl.zeros((), tl.int64) + first) * stride
-    inside = (t < T - first)[:, None] & (d < width)[None, :]
+    inside = (t < T - first)[:, None]
+    if width % BLOCK != 0:
+        inside = inside & (d < width)[None, :]
     return tl.load(pointer + t[:, None] * stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
@@ -144,18 +183,28 @@ def store_tokens(pointer, x, first, T, stride, start, width, C: tl.constexpr, BL
 
 
 @triton.jit
-def load_matrix(pointer, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
-    """The block [BR, BC] at (row, column) of a contiguous [rows, columns]; zeros outside."""
+def load_matrix(
+    pointer, row, column, rows: tl.constexpr, columns: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """The block [BR, BC] at (row, column) of a contiguous [rows, columns]; zeros outside. ``row`` and ``column`` are
+    multiples of BR and BC."""
     i = row + tl.arange(0, BR)
     j = column + tl.arange(0, BC)
+    if rows % BR == 0 and columns % BC == 0:
+        return tl.load(pointer + i[:, None] * columns + j[None, :])
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     return tl.load(pointer + i[:, None] * columns + j[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def store_matrix(pointer, x, row, column, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
+def store_matrix(
+    pointer, x, row, column, rows: tl.constexpr, columns: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
     i = row + tl.arange(0, BR)
     j = column + tl.arange(0, BC)
+    if rows % BR == 0 and columns % BC == 0:
+        tl.store(pointer + i[:, None] * columns + j[None, :], x)
+        return
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     tl.store(pointer + i[:, None] * columns + j[None, :], x, mask=inside)
 
@@ -188,6 +237,14 @@ def invert_unit_lower(pointer, C: tl.constexpr):
         row += tl.sum(row[:, :, None] * x, 1)
         x = tl.where(i == s, row[:, None, :], x)
     tl.store(place, x + tl.where(i == j, 1.0, 0.0))
+    join_unit_lower(pointer, C, "tf32x3")
+
+
+@triton.jit
+def join_unit_lower(pointer, C: tl.constexpr, PRECISION: tl.constexpr):
+    """In place, the inverse of the unit lower triangular matrix [C, C] at ``pointer`` whose diagonal blocks of 16 are
+    inverted already; C = 64. What stands above those blocks is not read, and is zero afterwards."""
+    tl.static_assert(C == 64)
     tl.debug_barrier()
     for half in tl.static_range(2):
         low = 2 * half
@@ -195,7 +252,7 @@ def invert_unit_lower(pointer, C: tl.constexpr):
         second = tl.load(square(pointer, low + 1, low + 1, C, 16))
         between = tl.load(square(pointer, low + 1, low, C, 16))
         none = tl.zeros((16, 16), tl.float32)
-        corner = dot(dot(second, between, none, False, False, "tf32x3"), first, none, False, False, "tf32x3")
+        corner = dot(dot(second, between, none, False, False, PRECISION), first, none, False, False, PRECISION)
         tl.store(square(pointer, low + 1, low, C, 16), -corner)
         tl.store(square(pointer, low, low + 1, C, 16), none)
     tl.debug_barrier()
@@ -203,7 +260,7 @@ def invert_unit_lower(pointer, C: tl.constexpr):
     second = tl.load(square(pointer, 1, 1, C, 32))
     between = tl.load(square(pointer, 1, 0, C, 32))
     none = tl.zeros((32, 32), tl.float32)
-    corner = dot(dot(second, between, none, False, False, "tf32x3"), first, none, False, False, "tf32x3")
+    corner = dot(dot(second, between, none, False, False, PRECISION), first, none, False, False, PRECISION)
     tl.store(square(pointer, 1, 0, C, 32), -corner)
     tl.store(square(pointer, 0, 1, C, 32), none)
     tl.debug_barrier()
@@ -249,9 +306,14 @@ def tables(shape: Shape, scalars: tuple[Tensor, ...]) -> Table:
     return Table(table, logs)
 
 
-def exact(k: Tensor) -> bool:
-    """Whether tf32 holds the keys, so that products with them need fewer passes."""
-    return k.dtype in (torch.bfloat16, torch.float16)
+def exact(k: Tensor, precision: str = "tf32") -> bool:
+    """Whether the operands of a product in ``precision`` hold the keys, so that it needs fewer passes."""
+    return k.dtype == torch.bfloat16 or (k.dtype == torch.float16 and not precision.startswith("bf16"))
+
+
+def covariance_precision() -> str:
+    """Of the covariance's products: float32's digits, always."""
+    return "bf16x6-interpreted" if triton.knobs.runtime.interpret else "bf16x6"
 
 
 def mean_precision(*tensors: Tensor) -> str:

@@ -1,13 +1,16 @@
 """The Bayesian rule's covariance pass in Triton: the only part that is sequential in the keys, and blind to the values.
 
 One program takes one head from chunk to chunk. A chunk starts with S = K P K^T, decayed and with the chunk's own noise
-added; its elimination gives the gains h and the inverse J of the unit lower factor, and with R the ratios of sqrt c,
+added; its elimination gives the gains h and the inverse J of the unit lower factor L, and with R the ratios of sqrt c,
 
     U = (R * J) (C K P + N K)        P <- C P + N I - (sqrt(w) U)^T (sqrt(w) U),    w_s = C/C_s r_s h_s
 
-The pass takes short chunks of its own: the elimination's tile then fits one warp, which needs no barrier. P lives in
-device memory between the chunks (the backward pass wants it there), and in the second-level cache in truth. Every
-product that involves P or U keeps float32's digits: three passes of tf32, or two where the keys are bf16.
+The elimination goes by blocks of 16 tokens. Every warp holds all of a block, a row of S and of J in a register, so its
+tokens need no barrier, and a token's chain is one exchange between lanes, one reciprocal and a few products. What the
+block's columns take from the tokens behind it are two products.
+
+P lives in device memory between the chunks (the backward pass wants it there), and in the second-level cache in truth.
+Every product that involves P, S or U keeps float32's digits: three passes of tf32, or two where the keys are bf16.
 
 The last product is the same sum for [i, j] and [j, i], up to the order of terms 2^-11 times smaller than the result, so
 P stays symmetric to its last digit without being made so.
@@ -27,14 +30,16 @@ from torch import Tensor
 
 from .triton_common import (
     CHUNK,
-    NOISE,
+    GATHERED,
     OBSERVATION,
     OPTIONS,
     SHRINK,
     Shape,
     Table,
+    covariance_precision,
     dot,
     exact,
+    join_unit_lower,
     load_matrix,
     load_tokens,
     store_matrix,
@@ -42,156 +47,250 @@ from .triton_common import (
 
 
 @triton.jit
-def eliminate(left, precision, observation, shrink, C: tl.constexpr):
-    """The gains h [C] of the symmetric S [C, C], and below the diagonal J = L^-1, where column s of the unit lower L is
-    r_s h_s times that of what columns before s left of S, and h_s = 1 / (y_s + x left[s, s]).
+def _entry(row, i: tl.constexpr):
+    """Entry i of a row, for every lane: one exchange."""
+    return tl.gather(row, tl.full(row.shape, i, tl.int32), 0)
 
-    In place: the columns up to s hold J, those after s what is left of S. ``observation`` and ``shrink`` are pointers.
+
+@triton.jit
+def eliminate(square, observation, shrink, precision, gains, inverse, zero, STRIDE: tl.constexpr, B: tl.constexpr):
+    """The gains h [B] of the symmetric S [B, B] at ``square`` and the inverse J [B, B] of its unit lower factor, whose
+    column s is r_s h_s times that of what columns before s left of S, with h_s = 1 / (y_s + x left[s, s]).
+
+    A row is a vector of 2 B entries: first that of what is left of S, which is its column too, then that of J. Two
+    tokens go at once: the second's gain comes from the determinant of both, beside the first's, so that a pair waits
+    for one reciprocal. ``square`` and ``inverse`` have rows of STRIDE entries, the others are contiguous.
     """
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    gains = tl.zeros((C,), tl.float32)
-    for s in tl.static_range(C):
-        row = tl.sum(tl.where(i == s, left, 0.0), 0)
-        column = tl.sum(tl.where(j == s, left, 0.0), 1)
-        pivot = tl.sum(tl.where(tl.arange(0, C) == s, row, 0.0), 0)
-        gain = 1.0 / (tl.load(observation + s) + precision * pivot)
-        gains = tl.where(tl.arange(0, C) == s, gain, gains)
-        below = tl.arange(0, C) > s
-        factor = tl.where(below, tl.load(shrink + s) * gain * column, 0.0)
-        row = tl.where(tl.arange(0, C) == s, 1.0, row)
-        left = tl.where((j == s) & (i > s), 0.0, left) - factor[:, None] * row[None, :]
-    return left, gains
+    lane = tl.arange(0, 2 * B) + zero
+    rows = ()
+    for s in tl.static_range(B):
+        row = tl.load(square + s * STRIDE + lane, mask=lane < B, other=0.0)
+        rows = rows + (tl.where(lane == B + s, 1.0, row),)
+    y = tl.load(observation + lane, mask=lane < B, other=1.0)
+    r = tl.load(shrink + lane, mask=lane < B, other=0.0)
+    found = tl.zeros((2 * B,), tl.float32)
+    for s in tl.static_range(0, B, 2):
+        between = _entry(rows[s], s + 1)
+        one = _entry(y, s) + precision * _entry(rows[s], s)
+        two = _entry(y, s + 1) + precision * _entry(rows[s + 1], s + 1)
+        weight = _entry(r, s)
+        first = 1.0 / one
+        second = one / (one * two - precision * weight * between * between)
+        found = tl.where(lane == s, first, tl.where(lane == s + 1, second, found))
+        weight *= first
+        across = weight * between
+        row = rows[s + 1] - across * rows[s]
+        scaled = weight * rows[s]
+        scaled_next = _entry(r, s + 1) * second * row
+        updated = ()
+        for i in tl.static_range(B):
+            if i > s + 1:
+                entry = _entry(rows[s], i)
+                entry_next = _entry(rows[s + 1], i) - across * entry
+                updated = updated + (rows[i] - entry * scaled - entry_next * scaled_next,)
+            elif i == s + 1:
+                updated = updated + (row,)
+            else:
+                updated = updated + (rows[i],)
+        rows = updated
+    tl.store(gains + lane, found, mask=lane < B)
+    for s in tl.static_range(B):
+        tl.store(inverse + s * STRIDE + lane - B, rows[s], mask=lane >= B)
 
 
-@triton.jit(do_not_specialize=["T", "H", "G", "chunks", "scratch"])
+@triton.jit(do_not_specialize=["T", "H", "G", "padded"])
+def _chunk_kernel(
+    k, scalars, logs, ratio, noise, decays, T, H, G, padded,
+    K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What a chunk knows before it meets P: R, its own noise's part of S, R N (K K^T), and the products of sqrt c since
+    its start and to its end, ``decays`` [2, B, H, N C]."""
+    chunk = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    size = tl.num_programs(1).to(tl.int64) * padded
+    first = chunk * C
+    keys = k + (bh // H * T * G + (bh % H) // (H // G)) * K
+    logs += size + bh * padded
+    own = tl.zeros((C, C), tl.float32)
+    for i in tl.static_range(NB):
+        other = load_tokens(keys, first, T, G * K, i * BD, K, C, BD)
+        own = dot(other, tl.trans(other), own, EXACT, EXACT, PRECISION)
+    # compared as float32: from integers, LLVM in Triton 3.6 makes pairs of 32-bit lanes of which one, never used, runs
+    # over into the other, and every address that used the position was wrong from the 17th thread on
+    position = tl.arange(0, C).to(tl.float32)
+    lower = position[:, None] >= position[None, :]
+    log = tl.load(logs + first + tl.arange(0, C))
+    either = tl.exp(-tl.abs((log[:, None] - log[None, :]).to(tl.float32)))
+    gathered = tl.load(scalars + GATHERED * size + bh * padded + first + tl.arange(0, C))
+    earlier = tl.where(lower, gathered[None, :] + tl.zeros((C, C), tl.float32), gathered[:, None])
+    place = (bh * (padded // C) + chunk) * (C * C)
+    store_matrix(ratio + place, tl.where(lower, either, 0.0), 0, 0, C, C, C, C)
+    store_matrix(noise + place, either * earlier * own, 0, 0, C, C, C, C)
+    at = decays + bh * padded + first + tl.arange(0, C)
+    tl.store(at, tl.exp(log.to(tl.float32)))
+    tl.store(at + size, tl.exp((tl.load(logs + first + C - 1) - log).to(tl.float32)))
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "chunks", "begin", "end"])
 def _covariance_kernel(
-    k, scalars, logs, precision, P, U, gains, T, H, G, chunks, scratch,
-    K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, SUB: tl.constexpr, KEEP: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    k, scalars, precision, ratio, noise, decays, P, U, gains, scratch, T, H, G, chunks, begin, end,
+    K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, B: tl.constexpr, KEEP: tl.constexpr,
+    DIAGONAL: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     bh = tl.program_id(0).to(tl.int64)
-    padded = chunks * (C * SUB)
+    padded = chunks * C
     size = tl.num_programs(0).to(tl.int64) * padded
     x = tl.load(precision + bh % H).to(tl.float32)
     keys = k + (bh // H * T * G + (bh % H) // (H // G)) * K
-    logs += size + bh * padded
-    scalars += bh * padded
+    decays += bh * padded
+    observation = scalars + OBSERVATION * size + bh * padded
+    shrink = scalars + SHRINK * size + bh * padded
+    gathered_noise = scalars + GATHERED * size + bh * padded
     U += bh * padded * K
-    P += bh * (scratch + 2) * (K * K)
-    d = tl.arange(0, BD)
-    s = tl.arange(0, C)
-    # compared as float32: from integers, LLVM in Triton 3.6 makes pairs of 32-bit lanes of which one, never used, runs
-    # over into the other, and every address that used the position was wrong from the 17th thread on
-    position = s.to(tl.float32)
-    lower = position[:, None] >= position[None, :]
-    for step in range(chunks * SUB):
-        # boundaries of whole chunks have a slot each if they are kept; what lies between goes to and fro
-        before = step % 2
-        after = 1 - before
-        if KEEP:
-            before = tl.where(step % SUB == 0, step // SUB, scratch + before)
-            after = tl.where((step + 1) % SUB == 0, (step + 1) // SUB, scratch + after)
+    gains += bh * padded
+    P += bh * (tl.where(KEEP, chunks + 1, 2) * tl.full((), K * K, tl.int64))
+    ratio += (bh * chunks + begin) * (C * C)
+    noise += (bh * chunks + begin) * (C * C)
+    # [C, C] each: the factor, then its inverse; what is left of S. And the positions, from memory, since the compiler
+    # makes wrong masks of those that it knows
+    factor = scratch + bh * (2 * C * C + C)
+    panel = factor + C * C
+    positions = panel + C * C
+    tl.store(positions + tl.arange(0, C), tl.arange(0, C).to(tl.float32))
+    tl.debug_barrier()
+    for chunk in range(begin, end):
+        # zero, but not to the compiler, which would work out hundreds of addresses before the loop, only to keep them
+        # in memory
+        zero = (chunk >> 30) * 128
+        t = tl.arange(0, C) + zero
+        b = tl.arange(0, B) + zero
+        before = chunk if KEEP else chunk % 2
+        after = chunk + 1 if KEEP else 1 - before
         source = P + before * tl.full((), K * K, tl.int64)
         target = P + after * tl.full((), K * K, tl.int64)
-        first = step * C
-        at = scalars + first + s
-        base = tl.load(logs + first - 1, mask=step % SUB > 0, other=0.0)
-        log = tl.load(logs + first + s)
-        last = tl.load(logs + first + C - 1)
-        since = tl.exp((log - base).to(tl.float32))
-        to_end = tl.exp((last - log).to(tl.float32))
-        whole = tl.exp((last - base).to(tl.float32))
-        either = tl.exp(-tl.abs((log[:, None] - log[None, :]).to(tl.float32)))
-        ratio = tl.where(lower, either, 0.0)
-        n = tl.load(at + NOISE * size)
-        gathered = tl.sum(ratio * ratio * n[None, :], 1)
-        at_end = tl.sum(to_end * to_end * n, 0)
+        first = chunk * C
+        since = tl.load(decays + first + t)
 
         # Q^T = P K^T, and S = K Q^T
-        own = tl.zeros((C, C), tl.float32)
         shared = tl.zeros((C, C), tl.float32)
+        blocks = ()
+        for i in tl.static_range(NB):
+            blocks = blocks + (load_tokens(keys, first, T, G * K, i * BD + zero, K, C, BD),)
         predicted = ()
         for i in tl.static_range(NB):
             q = tl.zeros((BD, C), tl.float32)
             for j in tl.static_range(NB):
-                other = load_tokens(keys, first, T, G * K, j * BD, K, C, BD)
-                p = load_matrix(source, i * BD, j * BD, K, K, BD, BD)
-                q = dot(p, tl.trans(other), q, False, EXACT, PRECISION)
-            own_keys = load_tokens(keys, first, T, G * K, i * BD, K, C, BD)
-            shared = dot(own_keys, q, shared, EXACT, False, PRECISION)
-            own = dot(own_keys, tl.trans(own_keys), own, EXACT, EXACT, PRECISION)
+                p = load_matrix(source, i * BD + zero, j * BD + zero, K, K, BD, BD)
+                q = dot(p, tl.trans(blocks[j]), q, False, EXACT, PRECISION)
+            shared = dot(blocks[i], q, shared, EXACT, False, PRECISION)
             predicted = predicted + (q,)
-        earlier = tl.where(lower, gathered[None, :] + tl.zeros((C, C), tl.float32), gathered[:, None])
-        left = since[:, None] * since[None, :] * shared + either * earlier * own
-        left, gain = eliminate(
-            left, x, scalars + OBSERVATION * size + first, scalars + SHRINK * size + first, C
-        )
-        tl.store(gains + bh * padded + first + s, gain)
-        mixing = ratio * tl.where(s[:, None] == s[None, :], 1.0, left)
-        weight = tl.sqrt(to_end * to_end * tl.load(at + SHRINK * size) * gain)
+        left = since[:, None] * since[None, :] * shared + load_matrix(noise, zero, zero, C, C, C, C)
 
+        for block in range(C // B):
+            start = block * B
+            store_matrix(panel, left, zero, zero, C, C, C, C)
+            tl.debug_barrier()
+            eliminate(
+                panel + start * C + start, observation + first + start, shrink + first + start, x,
+                gains + first + start, factor + start * C + start, zero, C, B,
+            )
+            tl.debug_barrier()
+            if block < C // B - 1:
+                behind = (tl.load(positions + t) >= start + B)[:, None]
+                columns = tl.load(panel + t[:, None] * C + (start + b)[None, :], mask=behind, other=0.0)
+                inverse = tl.load(factor + (start + b)[:, None] * C + (start + b)[None, :])
+                columns = dot(columns, tl.trans(inverse), tl.zeros((C, B), tl.float32), False, False, PRECISION)
+                weight = tl.load(shrink + first + start + b) * tl.load(gains + first + start + b)
+                weighted = columns * weight[None, :]
+                tl.store(factor + t[:, None] * C + (start + b)[None, :], weighted, mask=behind)
+                left = dot(-weighted, tl.trans(columns), left, False, False, PRECISION)
+        join_unit_lower(factor + zero, C, PRECISION)
+
+        mixing = load_matrix(ratio, zero, zero, C, C, C, C) * load_matrix(factor, zero, zero, C, C, C, C)
+        ratio += C * C
+        noise += C * C
+        to_end = tl.load(decays + size + first + t)
+        whole = tl.load(decays + first + C - 1)
+        weight = tl.sqrt(to_end * to_end * tl.load(shrink + first + t) * tl.load(gains + first + t))
+        gathered = tl.load(gathered_noise + first + t)
         directions = ()
-        peak = 0.0
         for i in tl.static_range(NB):
-            own_keys = load_tokens(keys, first, T, G * K, i * BD, K, C, BD)
-            known = (since * since)[None, :] * predicted[i] + gathered[None, :] * tl.trans(own_keys)
+            own = load_tokens(keys, first, T, G * K, i * BD + zero, K, C, BD)
+            known = (since * since)[None, :] * predicted[i] + gathered[None, :] * tl.trans(own)
             u = dot(known, tl.trans(mixing), tl.zeros((BD, C), tl.float32), False, False, PRECISION)
-            inside = i * BD + d < K
-            here = U + (tl.zeros((), tl.int64) + first) * K
-            tl.store(here + s[None, :] * K + (i * BD + d)[:, None], u, mask=inside[:, None])
-            u = u * weight[None, :]
-            diagonal = tl.load(source + (i * BD + d) * (K + 1), mask=inside, other=0.0)
-            diagonal = whole * whole * diagonal + at_end - tl.sum(u * u, 1)
-            peak = tl.maximum(peak, tl.max(tl.where(inside, diagonal, 0.0), 0))
-            directions = directions + (u,)
-        # rounding must not leave a negative direction; a floor that is small beside the noise that enters anyway, since
-        # where none enters, directions written many times are truly that small
-        enters = at_end + 2.4e-7 * tl.minimum(peak, at_end)
+            store_matrix(U + (tl.zeros((), tl.int64) + first) * K, tl.trans(u), zero, i * BD + zero, C, K, C, BD)
+            directions = directions + (u * weight[None, :],)
         for i in tl.static_range(NB):
-            for j in tl.static_range(NB):
-                p = whole * whole * load_matrix(source, i * BD, j * BD, K, K, BD, BD)
-                if i == j:
-                    p += tl.where(d[:, None] == d[None, :], enters, 0.0)
+            for j in tl.static_range(i, NB):
+                p = whole * whole * load_matrix(source, i * BD + zero, j * BD + zero, K, K, BD, BD)
                 p = dot(-directions[i], tl.trans(directions[j]), p, False, False, PRECISION)
-                store_matrix(target, p, i * BD, j * BD, K, K, BD, BD)
-        # the next step reads what other threads wrote
+                store_matrix(target, p, i * BD + zero, j * BD + zero, K, K, BD, BD)
+                if i != j:
+                    store_matrix(target, tl.trans(p), j * BD + zero, i * BD + zero, K, K, BD, BD)
+        tl.debug_barrier()
+
+        # the noise that enters. Rounding must not leave a negative direction: a floor that is small beside this noise,
+        # since where none enters, directions written many times are truly that small
+        at_end = tl.load(gathered_noise + first + C - 1)
+        d = tl.arange(0, DIAGONAL) + zero
+        diagonal = tl.load(target + d * (K + 1), mask=d < K, other=0.0) + at_end
+        peak = tl.maximum(tl.max(tl.where(d < K, diagonal, 0.0), 0), 0.0)
+        tl.store(target + d * (K + 1), diagonal + 2.4e-7 * tl.minimum(peak, at_end), mask=d < K)
+        # the next chunk reads what other threads wrote
         tl.debug_barrier()
 
 
 class Layout(NamedTuple):
     """How the covariance pass is laid out."""
 
-    tokens: int  # a chunk of its own; divides CHUNK
     block: int  # of keys, a tile's side
     warps: int
-    precision: str  # of the products: tf32x3 or ieee
+    precision: str  # of the products
 
 
-LAYOUT = Layout(tokens=16, block=64, warps=4, precision="tf32x3")
+LAYOUT = Layout(block=64, warps=4, precision=covariance_precision())
+
+
+class Covariance(NamedTuple):
+    """The covariance pass's results, and what it works with."""
+
+    U: Tensor  # the write directions [B, H, N CHUNK, K]
+    gains: Tensor  # h [B, H, N CHUNK]
+    P: Tensor  # the covariances that enter the chunks and the last one [B, H, N + 1, K, K], if kept; else two in turn
+    last: Tensor  # the covariance after the last token [B, H, K, K]
+    chunks: tuple[Tensor, ...]  # what the chunks know before they meet P
+    scratch: Tensor
+
+
+def prepare(shape: Shape, k: Tensor, table: Table, start: Tensor, keep: bool) -> Covariance:
+    """Everything that needs no pass along the chunks, from ``start`` [B, H, K, K] on."""
+    slots = shape.chunks + 1 if keep else 2
+    P = torch.empty(
+        shape.batch, shape.heads, slots, shape.key_dim, shape.key_dim, dtype=torch.float32, device=k.device
+    )
+    P[:, :, 0] = start
+    scratch = torch.empty(shape.programs, 2 * CHUNK * CHUNK + CHUNK, dtype=torch.float32, device=k.device)
+    ratio, noise = torch.empty(2, shape.programs, shape.padded, CHUNK, dtype=torch.float32, device=k.device)
+    decays = torch.empty(2, shape.programs, shape.padded, dtype=torch.float32, device=k.device)
+    width, blocks = shape.key_blocks(128)
+    _chunk_kernel[(shape.chunks, shape.programs)](
+        k, table.scalars, table.logs, ratio, noise, decays, shape.tokens, shape.heads, shape.groups, shape.padded,
+        K=shape.key_dim, BD=width, NB=blocks, C=CHUNK, EXACT=exact(k, LAYOUT.precision), PRECISION=LAYOUT.precision,
+        num_warps=4, num_stages=1, **OPTIONS,
+    )
+    last = P[:, :, shape.chunks if keep else shape.chunks % 2]
+    return Covariance(shape.buffer(k, shape.key_dim), shape.buffer(k), P, last, (ratio, noise, decays), scratch)
 
 
 def covariance(
-    shape: Shape, k: Tensor, table: Table, precision: Tensor, start: Tensor, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The covariance pass from ``start`` [B, H, K, K].
-
-    Returns:
-        the write directions U [B, H, N CHUNK, K], the gains h [B, H, N CHUNK], the covariances that enter the chunks
-        [B, H, N + 3, K, K] (the first N + 1 slots; only if ``keep``), and the one after the last token [B, H, K, K].
-    """
-    sub = CHUNK // LAYOUT.tokens
-    scratch = shape.chunks + 1 if keep else 0
-    P = torch.empty(
-        shape.batch, shape.heads, scratch + 2, shape.key_dim, shape.key_dim, dtype=torch.float32, device=k.device
-    )
-    P[:, :, 0] = start
-    U, gains = shape.buffer(k, shape.key_dim), shape.buffer(k)
+    shape: Shape, k: Tensor, table: Table, precision: Tensor, work: Covariance, keep: bool, begin: int, end: int
+) -> None:
+    """The covariance pass over the chunks from ``begin`` to ``end``, into ``work``."""
     width, blocks = shape.key_blocks(LAYOUT.block)
     _covariance_kernel[(shape.programs,)](
-        k, table.scalars, table.logs, precision, P, U, gains, shape.tokens, shape.heads, shape.groups, shape.chunks,
-        scratch, K=shape.key_dim, BD=width, NB=blocks, C=LAYOUT.tokens, SUB=sub, KEEP=keep, EXACT=exact(k),
-        PRECISION=LAYOUT.precision, num_warps=LAYOUT.warps, num_stages=1, **OPTIONS,
+        k, table.scalars, precision, *work.chunks, work.P, work.U, work.gains, work.scratch, shape.tokens, shape.heads,
+        shape.groups, shape.chunks, begin, end, K=shape.key_dim, BD=width, NB=blocks, C=CHUNK, B=16, KEEP=keep,
+        DIAGONAL=triton.next_power_of_2(shape.key_dim), EXACT=exact(k, LAYOUT.precision), PRECISION=LAYOUT.precision,
+        num_warps=LAYOUT.warps, num_stages=1, **OPTIONS,
     )
-    last = shape.chunks if keep else shape.chunks * sub % 2
-    return U, gains, P, P[:, :, last]

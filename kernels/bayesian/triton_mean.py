@@ -16,6 +16,8 @@ Products are in tf32 where the inputs are bf16 (2e-3; bf16 operands would cost 1
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -40,13 +42,13 @@ from .triton_common import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "H", "G", "padded"])
+@triton.jit(do_not_specialize=["T", "H", "G", "padded", "begin"])
 def _coupling_kernel(
-    q, k, U, gains, scalars, logs, inverse, reads, T, H, G, padded,
+    q, k, U, gains, scalars, logs, inverse, reads, T, H, G, padded, begin,
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
+    chunk = begin + tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     size = tl.num_programs(1).to(tl.int64) * padded
     first = chunk * C
@@ -69,9 +71,9 @@ def _coupling_kernel(
     invert_unit_lower(inverse + place, C)
 
 
-@triton.jit(do_not_specialize=["T", "H", "G", "chunks"])
+@triton.jit(do_not_specialize=["T", "H", "G", "chunks", "begin", "end"])
 def _mean_kernel(
-    k, v, U, gains, scalars, logs, inverse, means, errors, T, H, G, chunks,
+    k, v, U, gains, scalars, logs, inverse, means, errors, T, H, G, chunks, begin, end,
     K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
@@ -81,11 +83,11 @@ def _mean_kernel(
     size = tl.num_programs(1).to(tl.int64) * padded
     keys = k + (bh // H * T * G + (bh % H) // (H // G)) * K
     values = v + (bh // H * T * H + bh % H) * V
-    means += bh * (chunks + 1) * (K * V)
+    means += (bh * (chunks + 1) + begin) * (K * V)
     mean = ()
     for i in tl.static_range(NB):
         mean = mean + (load_matrix(means, i * BD, column, K, V, BD, BV),)
-    for chunk in range(chunks):
+    for chunk in range(begin, end):
         first = chunk * C
         at = bh * padded + first + tl.arange(0, C)
         log = tl.load(logs + at)
@@ -117,14 +119,14 @@ def _mean_kernel(
         mean = updated
 
 
-@triton.jit(do_not_specialize=["T", "H", "G", "padded"])
+@triton.jit(do_not_specialize=["T", "H", "G", "padded", "begin"])
 def _read_kernel(
-    q, logs, reads, means, errors, o, T, H, G, padded,
+    q, logs, reads, means, errors, o, T, H, G, padded, begin,
     K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     column = tl.program_id(0) * BV
-    chunk = tl.program_id(1)
+    chunk = begin + tl.program_id(1)
     bh = tl.program_id(2).to(tl.int64)
     chunks = padded // C
     first = chunk * C
@@ -142,55 +144,46 @@ def _read_kernel(
     store_tokens(o + (bh // H * T * H + bh % H) * V, read, first, T, H * V, column, V, C, BV)
 
 
-def couplings(
-    shape: Shape, q: Tensor, k: Tensor, table: Table, U: Tensor, gains: Tensor, precision: str
-) -> tuple[Tensor, Tensor]:
-    """The matrices ``inverse`` and ``reads`` of every chunk, [B, H, N, C, C]."""
-    inverse = torch.empty(
-        shape.batch, shape.heads, shape.chunks, CHUNK, CHUNK, dtype=torch.float32, device=k.device
+class Mean(NamedTuple):
+    """The mean's results but for the outputs."""
+
+    inverse: Tensor  # [B, H, N, CHUNK, CHUNK], of every chunk
+    reads: Tensor  # likewise
+    means: Tensor  # the means that enter the chunks and the last one [B, H, N + 1, K, V]
+    errors: Tensor  # the innovations [B, H, N CHUNK, V]
+
+
+def buffers(shape: Shape, start: Tensor) -> Mean:
+    """For the pass from ``start`` [B, H, K, V]."""
+    size = (shape.batch, shape.heads, shape.chunks, CHUNK, CHUNK)
+    inverse, reads = (torch.empty(size, dtype=torch.float32, device=start.device) for _ in range(2))
+    means = torch.empty(
+        shape.batch, shape.heads, shape.chunks + 1, shape.key_dim, shape.value_dim, dtype=torch.float32,
+        device=start.device,
     )
-    reads = torch.empty_like(inverse)
-    width, blocks = shape.key_blocks(128)
-    _coupling_kernel[(shape.chunks, shape.programs)](
-        q, k, U, gains, table.scalars, table.logs, inverse, reads, shape.tokens, shape.heads, shape.groups,
-        shape.padded, K=shape.key_dim, BD=width, NB=blocks, C=CHUNK, EXACT=exact(k), PRECISION=precision, num_warps=4,
-        **OPTIONS,
-    )
-    return inverse, reads
+    means[:, :, 0] = start
+    return Mean(inverse, reads, means, shape.buffer(start, shape.value_dim))
 
 
 def mean(
-    shape: Shape, k: Tensor, v: Tensor, table: Table, U: Tensor, gains: Tensor, inverse: Tensor, start: Tensor,
-    precision: str,
-) -> tuple[Tensor, Tensor]:
-    """From ``start`` [B, H, K, V]: the means that enter the chunks and the last one [B, H, N + 1, K, V], the
-    innovations [B, H, N CHUNK, V]."""
-    means = torch.empty(
-        shape.batch, shape.heads, shape.chunks + 1, shape.key_dim, shape.value_dim, dtype=torch.float32,
-        device=k.device,
-    )
-    means[:, :, 0] = start
-    errors = shape.buffer(k, shape.value_dim)
+    shape: Shape, q: Tensor, k: Tensor, v: Tensor, table: Table, U: Tensor, gains: Tensor, work: Mean, o: Tensor,
+    precision: str, begin: int, end: int,
+) -> None:
+    """The mean's pass over the chunks from ``begin`` to ``end``, into ``work`` and o [B, T, H, V]."""
     width, blocks = shape.key_blocks(128)
+    keys = {"K": shape.key_dim, "BD": width, "NB": blocks, "C": CHUNK, "EXACT": exact(k), "PRECISION": precision}
+    _coupling_kernel[(end - begin, shape.programs)](
+        q, k, U, gains, table.scalars, table.logs, work.inverse, work.reads, shape.tokens, shape.heads, shape.groups,
+        shape.padded, begin, num_warps=4, **keys, **OPTIONS,
+    )
+    keys["V"] = shape.value_dim
     columns = shape.value_block(64 if blocks == 1 else 32)
     _mean_kernel[(triton.cdiv(shape.value_dim, columns), shape.programs)](
-        k, v, U, gains, table.scalars, table.logs, inverse, means, errors, shape.tokens, shape.heads, shape.groups,
-        shape.chunks, K=shape.key_dim, V=shape.value_dim, BD=width, NB=blocks, BV=columns, C=CHUNK,
-        EXACT=exact(k), PRECISION=precision, num_warps=4, num_stages=1, **OPTIONS,
+        k, v, U, gains, table.scalars, table.logs, work.inverse, work.means, work.errors, shape.tokens, shape.heads,
+        shape.groups, shape.chunks, begin, end, BV=columns, num_warps=4, num_stages=1, **keys, **OPTIONS,
     )
-    return means, errors
-
-
-def read(
-    shape: Shape, q: Tensor, v: Tensor, table: Table, reads: Tensor, means: Tensor, errors: Tensor, precision: str
-) -> Tensor:
-    """o [B, T, H, V]."""
-    o = torch.empty_like(v)
-    width, blocks = shape.key_blocks(128)
     columns = shape.value_block(128)
-    _read_kernel[(triton.cdiv(shape.value_dim, columns), shape.chunks, shape.programs)](
-        q, table.logs, reads, means, errors, o, shape.tokens, shape.heads, shape.groups, shape.padded,
-        K=shape.key_dim, V=shape.value_dim, BD=width, NB=blocks, BV=columns, C=CHUNK, EXACT=exact(q),
-        PRECISION=precision, num_warps=8, **OPTIONS,
+    _read_kernel[(triton.cdiv(shape.value_dim, columns), end - begin, shape.programs)](
+        q, table.logs, work.reads, work.means, work.errors, o, shape.tokens, shape.heads, shape.groups, shape.padded,
+        begin, BV=columns, num_warps=8, **keys, **OPTIONS,
     )
-    return o

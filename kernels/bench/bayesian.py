@@ -1,4 +1,4 @@
-"""The Bayesian rule on a GPU: forward, forward and backward, peak memory, each stage, the covariance pass's layouts,
+"""The Bayesian rule on a GPU: forward, forward and backward, peak memory, each kernel, the covariance pass's layouts,
 decode; beside torch's chunked form, a recursion token by token, and MesaNet and the gated delta rule where fla is
 installed. Every figure is printed to stderr once it is known; other rules' come last, since they tune themselves for
 minutes."""
@@ -172,48 +172,37 @@ def _torch_forms(arguments: dict[str, Tensor], do: Tensor) -> dict[str, float]:
     return figures
 
 
-def _stages(arguments: dict[str, Tensor], milliseconds: int, layouts: bool) -> dict[str, float]:
-    """Each stage by itself, in milliseconds, and the covariance pass in other layouts."""
-    from surgery.kernels.bayesian import triton_covariance as pass_
-    from surgery.kernels.bayesian.reference import initial_state
-    from surgery.kernels.bayesian.triton_common import Shape as Sizes
-    from surgery.kernels.bayesian.triton_common import mean_precision, tables
-    from surgery.kernels.bayesian.triton_covariance_backward import covariance_backward
-    from surgery.kernels.bayesian.triton_mean import couplings, mean, read
-    from surgery.kernels.bayesian.triton_mean_backward import mean_backward
+def _kernels(run: Callable, calls: int = 3) -> dict[str, float]:
+    """Milliseconds of one call, kernel by kernel, none beside another."""
+    from torch.profiler import ProfilerActivity, profile
 
-    q, k, v, a, c, n, x, y, p, r, z, p0 = (tensor.detach() for tensor in arguments.values())
-    sizes, precision = Sizes.of(k, v), mean_precision(q, k, v)
-    start, start_covariance = initial_state(v, k.shape[-1], None, p0, torch.float32)
-    table = tables(sizes, (a, c, n, y, p, r, z))
-    U, gains, P, last = pass_.covariance(sizes, k, table, x, start_covariance, True)
-    inverse, reads = couplings(sizes, q, k, table, U, gains, precision)
-    means, errors = mean(sizes, k, v, table, U, gains, inverse, start, precision)
-    saved = (table, U, gains, inverse, reads, means, errors, precision)
-    back = mean_backward(sizes, q, k, v, v, torch.zeros_like(start), *saved)
-    runs = {
-        "tables": lambda: tables(sizes, (a, c, n, y, p, r, z)),
-        "covariance": lambda: pass_.covariance(sizes, k, table, x, start_covariance, True),
-        "couplings": lambda: couplings(sizes, q, k, table, U, gains, precision),
-        "mean": lambda: mean(sizes, k, v, table, U, gains, inverse, start, precision),
-        "read": lambda: read(sizes, q, v, table, reads, means, errors, precision),
-        "mean_backward": lambda: mean_backward(sizes, q, k, v, v, torch.zeros_like(start), *saved),
-        # it overwrites dU; the time does not depend on what stands there
-        "covariance_backward": lambda: covariance_backward(
-            sizes, k, table, x, U, gains, P, back.dU, back.dk, back.gains, torch.zeros_like(last), True
-        ),
-    }
-    figures = {name: _median(run, milliseconds) for name, run in runs.items()}
-    _say("stages", figures)
-    if layouts:
-        usual = pass_.LAYOUT
-        others = ({"tokens": 32}, {"tokens": 32, "warps": 8}, {"warps": 2}, {"block": 32}, {"precision": "ieee"})
-        for layout in (usual._replace(**other) for other in others):
-            pass_.LAYOUT = layout
-            try:
-                figures[f"covariance {tuple(layout)}"] = _median(runs["covariance"], milliseconds)
-            finally:
-                pass_.LAYOUT = usual
+    from surgery.kernels.bayesian import triton_streams
+
+    usual, triton_streams.SEGMENTS = triton_streams.SEGMENTS, 1
+    try:
+        run()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+            for _ in range(calls):
+                run()
+            torch.cuda.synchronize()
+    finally:
+        triton_streams.SEGMENTS = usual
+    times = {event.key[:60]: event.self_device_time_total / calls / 1e3 for event in recorded.key_averages()}
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def _layouts(forward: Callable, milliseconds: int) -> dict[str, float]:
+    """Milliseconds of the forward pass with the covariance pass laid out otherwise."""
+    from surgery.kernels.bayesian import triton_covariance as pass_
+
+    usual, figures = pass_.LAYOUT, {}
+    for other in ({}, {"block": 128, "warps": 8}, {"precision": "tf32x3"}):
+        pass_.LAYOUT = usual._replace(**other)
+        try:
+            figures[str(tuple(pass_.LAYOUT))] = _median(forward, milliseconds)
+        finally:
+            pass_.LAYOUT = usual
     return figures
 
 
@@ -242,10 +231,12 @@ def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
         "peak_memory_mib": memory,
     }
     _say(name, row)
-    row["stages_ms"] = _stages(arguments, milliseconds // 4, layouts=name == "GDN-128")
-    _say(name, row["stages_ms"])
+    row["kernels_ms"] = _kernels(both)
+    _say(name, row["kernels_ms"])
     row["shape"] = shape._asdict()
     if name == "GDN-128":
+        row["layouts_ms"] = _layouts(forward, milliseconds // 4)
+        _say(name, row["layouts_ms"])
         row["torch_ms"] = _torch_forms(arguments, do)
         _say(name, row["torch_ms"])
     if name in STORED and dtype == torch.bfloat16:
@@ -306,13 +297,13 @@ def table(figures: dict) -> str:
     """The figures as text."""
     lines = [
         f"Bayesian on {figures['device']}, {figures['dtype']}, torch {figures['torch']}, triton {figures['triton']}",
-        f"{'shape':<10}{'fwd ms':>9}{'fwd+bwd ms':>12}{'MiB':>8}   stages, ms",
+        f"{'shape':<10}{'fwd ms':>9}{'fwd+bwd ms':>12}{'MiB':>8}   kernels, ms",
     ]
     for name, row in figures["shapes"].items():
-        stages = ", ".join(f"{stage} {value:.3f}" for stage, value in row["stages_ms"].items())
+        kernels = ", ".join(f"{name} {value:.3f}" for name, value in row["kernels_ms"].items() if value >= 0.02)
         lines.append(
             f"{name:<10}{row['forward_ms']:>9.3f}{row['forward_backward_ms']:>12.3f}{row['peak_memory_mib']:>8.0f}"
-            f"   {stages}"
+            f"   {kernels}"
         )
         if "stored" in row:
             theirs = row["stored"]

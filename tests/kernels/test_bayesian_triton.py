@@ -201,6 +201,25 @@ def test_bf16_inputs():
 
 
 @interpreted
+def test_segments_change_nothing(monkeypatch, nan_filled):
+    """The passes go along the chunks in parts, each pass a part behind the one before."""
+    from surgery.kernels.bayesian import triton_streams
+    from surgery.kernels.bayesian.triton import bayesian
+
+    kept = cast(problem("gdn", 180, boundaries=True, state=True), torch.float32)
+    monkeypatch.setattr(triton_streams, "SHORTEST", 1)
+    assert triton_streams.segments(3) == [(0, 1), (1, 2), (2, 3)]
+    for keep in (False, True):
+        with torch.set_grad_enabled(keep):
+            leaves = kept._replace(k=kept.k.requires_grad_(keep))
+            parts = call(bayesian, leaves, "gdn")
+            with monkeypatch.context() as patch:
+                patch.setattr(triton_streams, "SEGMENTS", 1)
+                whole = call(bayesian, leaves, "gdn")
+        assert all(torch.equal(one, other) for one, other in zip(parts, whole, strict=True))
+
+
+@interpreted
 def test_state_carried_across_calls():
     from surgery.kernels.bayesian.triton import bayesian
 
@@ -359,6 +378,22 @@ def test_gpu_products_ignore_torchs_switches():
     # to the bit, so equal from run to run as well
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.gpu
+def test_gpu_segments_change_nothing(monkeypatch):
+    """On two streams, again and again, with the memory that one call leaves used by the next."""
+    from surgery.kernels.bayesian import triton_streams
+    from surgery.kernels.bayesian.triton import bayesian
+
+    kept = on_gpu(cast(problem("gdn", 2000, batch=2, heads=8, groups=8, key_dim=64, value_dim=64), torch.bfloat16))
+    with torch.no_grad():
+        monkeypatch.setattr(triton_streams, "SEGMENTS", 1)
+        whole = call(bayesian, kept, "gdn")
+        monkeypatch.setattr(triton_streams, "SEGMENTS", 4)
+        for _ in range(20):
+            parts = call(bayesian, kept, "gdn")
+            assert all(torch.equal(one, other) for one, other in zip(parts, whole, strict=True))
 
 
 @pytest.mark.gpu
