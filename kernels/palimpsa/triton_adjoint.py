@@ -9,12 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_common import prefetch, reciprocal, touch
+from .triton_common import reciprocal, touch
 from .triton_sums import over_both, over_keys, over_rows, over_warps, sum_keys, sum_rows
 from .triton_tiles import excess, load_keys, load_rows, load_tile, load_tiles, store_tiles, write
 
 
-@triton.jit(do_not_specialize=["lost", "dg", "dprior", "T", "H", "G", "S", "first", "count", "length", "padded"])
+@triton.jit(do_not_specialize=["T", "H", "G", "S", "first", "count", "length", "padded"])
 def adjoint_kernel(
     q, k, v, b, dy, dvariance, decay, lost, prior, states, scratch, adjoints, entering,
     dqk, dv, db, dg, dprior, T, H, G, S, first, count, length, padded,
@@ -30,7 +30,6 @@ def adjoint_kernel(
     R: tl.constexpr = 32 // LANES
     OWN: tl.constexpr = ROWS // R
     SIZE: tl.constexpr = 2 * V * K
-    SECTORS_K: tl.constexpr = max(triton.next_power_of_2(K) // 8, 1)
     block_v = tl.program_id(0)
     blocks_v = tl.num_programs(0)
     segment = tl.program_id(1)
@@ -59,9 +58,6 @@ def adjoint_kernel(
     slots_v = tl.arange(0, 8)[None, :]
     steps = tl.reshape(tl.arange(0, 4), (2, 2, 1))
     warps = tl.arange(0, WARPS)[None, None, :]
-    # of the state before, which the next block starts from: its sectors of 8 entries
-    sectors = tl.minimum(first_v + tl.arange(0, ROWS), V - 1)[:, None] * K
-    sectors += tl.minimum(tl.arange(0, SECTORS_K) * 8, K - 1)[None, :]
     from_k = batch * T * G * K + hk * K
     from_v = batch * T * H * V + h * V
     last_v = min(V, first_v + ROWS)
@@ -96,7 +92,6 @@ def adjoint_kernel(
         used += touch(v + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS, True)
         used += touch(b + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS, True)
         used += touch(dy + from_v, near, T, H * V, first_v, last_v, SECTOR, SECTORS, True)
-        used += touch(decay + bh * padded, near, T, 1, 0, 1, SECTOR, SECTORS)
         for i_block in range(blocks):
             block = blocks - 1 - i_block
             steps_block = t_chunk + block * BLOCK + tl.arange(0, BLOCK)
@@ -112,9 +107,6 @@ def adjoint_kernel(
                               K, V, OWN, R, WIDTH, WARPS, PARTS, MASK_T, MASK_V, MASK_K, EXACT)
                 place = states + own + i * SIZE
                 store_tiles(place, M, E, rows, keys, K, V, WIDTH, PARTS, MASK_V, MASK_K)
-            if ASSEMBLY:
-                prefetch(states + tl.maximum(at_block - SIZE, 0) + sectors)
-                prefetch(states + tl.maximum(at_block - SIZE, 0) + V * K + sectors)
             tl.debug_barrier()
             m0 = M[0]
             e0 = E[0]

@@ -17,10 +17,6 @@ fill the device. A segment's adjoint at its end is found by one more walk (the a
 # ruff: noqa: RUF005 - Triton's frontend knows no starred tuples
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -177,17 +173,13 @@ def slab_chunks(
     return min(slab, chunks)
 
 
-def segment_chunks(programs: int, tiling: Tiling, slab: int, processors: int, overlapped: bool) -> int:
+def segment_chunks(programs: int, tiling: Tiling, slab: int, processors: int) -> int:
     """Chunks a segment, for ``programs`` a segment: the shortest time in waves of programs.
 
-    A program takes as long as its segment and a start; the walk for the inflow, 0.3 of that. ``overlapped``: another
-    kernel's programs fill what the last wave leaves idle.
+    A program takes as long as its segment and a start; the walk for the inflow, 0.3 of that.
     """
     # a multiprocessor has 2^16 registers, given out to warps of 32 threads in eights
     places = processors * max(1, 2048 // (triton.cdiv(tiling.registers, 8) * 8) // tiling.warps)
-
-    if overlapped and programs >= places:
-        return slab
 
     def cost(segments: int) -> float:
         segment = triton.cdiv(slab, segments)
@@ -196,38 +188,6 @@ def segment_chunks(programs: int, tiling: Tiling, slab: int, processors: int, ov
         return (segment + 0.5) * waves
 
     return triton.cdiv(slab, min(range(1, min(slab, 16) + 1), key=cost))
-
-
-def _halves(*tensors: Tensor) -> list[slice]:
-    """The batch in two, where every tensor can be cut there: kernels are compiled for addresses that 16 divides."""
-    batch = tensors[0].shape[0]
-    if batch == 1 or any(x[0].numel() * x.element_size() % 16 for x in tensors):
-        return [slice(0, batch)]
-    return [slice(0, batch // 2), slice(batch // 2, batch)]
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _side_by_side(walks: list[Iterator[None]], device: torch.device) -> None:
-    """Runs the walks to their ends, two on streams of their own: what one leaves idle between slabs the other uses."""
-    here, streams = None, [contextlib.nullcontext() for _ in walks]
-    if device.type == "cuda" and len(walks) > 1:
-        here, beside = torch.cuda.current_stream(device), _stream(device)
-        beside.wait_stream(here)
-        streams = [torch.cuda.stream(here), torch.cuda.stream(beside)]
-    # they are as many slabs long as each other
-    while True:
-        going = []
-        for walk, stream in zip(walks, streams, strict=True):
-            with stream:
-                going.append(next(walk, walks) is None)
-        if not any(going):
-            break
-    if here is not None:
-        here.wait_stream(beside)
 
 
 def _processors(device: torch.device) -> int:
@@ -251,10 +211,8 @@ def backward(
     blocks = tiling.blocks(value_dim)
     chunks = triton.cdiv(tokens, CHUNK)
     padded = chunks * CHUNK
-    spread = dy if dvariance is None else dvariance
-    halves = _halves(dy, spread, q, k, v, b, starts)
     slab = slab_chunks(batch, tokens, heads, key_dim, value_dim, tiling, length)
-    segment = segment_chunks(batch * heads * blocks, tiling, slab, _processors(device), len(halves) > 1)
+    segment = segment_chunks(batch * heads * blocks, tiling, slab, _processors(device))
     segments = triton.cdiv(slab, segment)
     size = 2 * value_dim * key_dim
     exact = precision(q, k, v, b) != "tf32"
@@ -267,61 +225,40 @@ def backward(
         edge = torch.zeros(batch, heads, 2, value_dim, key_dim, dtype=torch.float32, device=device)
     elif dfinal is not None and edge.data_ptr() == dfinal.data_ptr():
         edge = edge.clone()
+    # what the products give, then the scratch of the walks
+    scratch = batch * heads * slab * (CHUNK // BLOCK) * size
+    states = torch.empty(scratch + batch * heads * segments * SLOTS * size, dtype=torch.float32, device=device)
+    partial = torch.empty(batch * slab * CHUNK * heads * blocks * 2 * key_dim, dtype=torch.float32, device=device)
     shape = {"K": key_dim, "V": value_dim, "ROWS": tiling.rows, "WIDTH": tiling.width, "PARTS": tiling.parts}
     options = {
         "MASK_V": value_dim % tiling.rows != 0, "MASK_K": key_dim != tiling.width * tiling.parts, "CHUNK": CHUNK,
-        "BLOCK": BLOCK, "EXACT": exact, "VARIANCE": dvariance is not None, "ASSEMBLY": not INTERPRETED,
-        "num_warps": tiling.warps, **OPTIONS, **sectors(max(key_dim, tiling.rows), q, k, v, b, dy),
+        "BLOCK": BLOCK, "EXACT": exact,
+        "VARIANCE": dvariance is not None, "ASSEMBLY": not INTERPRETED, "num_warps": tiling.warps, **OPTIONS,
+        **sectors(max(key_dim, tiling.rows), q, k, v, b, dy),
     }
-
-    def buffers(half: slice) -> tuple[Tensor, ...]:
-        """For a slab: states from products and the walks' scratch, partial sums, adjoints at segments' ends, gains."""
-        count = (half.stop - half.start) * heads
-        states = count * (slab * (CHUNK // BLOCK) + segments * SLOTS) * size
-        partial = count * slab * CHUNK * blocks * 2 * key_dim
-        edges = count * segments if segments > 1 else 0
-        return (
-            *(torch.empty(n, dtype=torch.float32, device=device) for n in (states, partial, edges * size)),
-            torch.empty(edges, dtype=torch.float64, device=device),
+    spread = dy if dvariance is None else dvariance
+    for i, first in reversed(list(enumerate(range(0, chunks, slab)))):
+        count = min(slab, chunks - first)
+        here = triton.cdiv(count, segment)
+        states_between(k, v, b, table, starts, states, length, first // length, count, BLOCK, None if exact else prior)
+        adjoints = edge
+        if here > 1:
+            adjoints = torch.empty(batch, heads, here, 2, value_dim, key_dim, dtype=torch.float32, device=device)
+            gains = torch.empty(batch, heads, here, dtype=torch.float64, device=device)
+            _inflow_kernel[(blocks, here - 1, batch * heads)](
+                q, k, v, b, dy, spread, table.each, table.total, prior, states, adjoints, gains, tokens, heads, groups,
+                here, first, count, segment, padded, **shape, AHEAD=AHEAD, MASK_T=False, **options,
+            )
+            scan(edge, adjoints, gains, reverse=True)
+        adjoint_kernel[(blocks, here, batch * heads)](
+            q, k, v, b, dy, spread, table.each, table.lost, prior, states, scratch, adjoints, edge, partial, dv, db, dg,
+            dprior[i], tokens, heads, groups, here, first, count, segment, padded, **shape, WARPS=tiling.warps,
+            MASK_T=tokens % BLOCK != 0, maxnreg=tiling.registers, **options,
         )
-
-    def walk(half: slice, states: Tensor, partial: Tensor, inflow: Tensor, gains: Tensor) -> Iterator[None]:
-        """The backward walk of some sequences, a slab at a time."""
-        table_h = Decays(*(x[half] for x in table))
-        dy_h, spread_h, q_h, k_h, v_h, b_h, starts_h, edge_h = (
-            x[half] for x in (dy, spread, q, k, v, b, starts, edge)
+        keys = triton.next_power_of_2(key_dim)
+        rows = max(1, 1024 // keys)
+        _gather_kernel[(triton.cdiv(count * CHUNK, rows), groups, batch)](
+            partial, dq, dk, tokens, groups, first * CHUNK, count * CHUNK,
+            K=key_dim, KEYS=keys, TERMS=heads // groups * blocks, TOKENS=rows,
         )
-        n = half.stop - half.start
-        scratch = n * heads * slab * (CHUNK // BLOCK) * size
-        for i, first in reversed(list(enumerate(range(0, chunks, slab)))):
-            count = min(slab, chunks - first)
-            here = triton.cdiv(count, segment)
-            states_between(
-                k_h, v_h, b_h, table_h, starts_h, states, length, first // length, count, BLOCK,
-                None if exact else prior,
-            )
-            adjoints = edge_h
-            if here > 1:
-                adjoints = inflow[: n * heads * here * size].view(n, heads, here, 2, value_dim, key_dim)
-                _inflow_kernel[(blocks, here - 1, n * heads)](
-                    q_h, k_h, v_h, b_h, dy_h, spread_h, table_h.each, table_h.total, prior, states, adjoints, gains,
-                    tokens, heads, groups, here, first, count, segment, padded, **shape, AHEAD=AHEAD, MASK_T=False,
-                    **options,
-                )
-                scan(edge_h, adjoints, gains, reverse=True)
-            adjoint_kernel[(blocks, here, n * heads)](
-                q_h, k_h, v_h, b_h, dy_h, spread_h, table_h.each, table_h.lost, prior, states, scratch, adjoints,
-                edge_h, partial, dv[half], db[half], dg[half], dprior[i, half], tokens, heads, groups, here, first,
-                count, segment, padded, **shape, WARPS=tiling.warps, MASK_T=tokens % BLOCK != 0,
-                maxnreg=tiling.registers, **options,
-            )
-            keys = triton.next_power_of_2(key_dim)
-            rows = max(1, 1024 // keys)
-            _gather_kernel[(triton.cdiv(count * CHUNK, rows), groups, n)](
-                partial, dq[half], dk[half], tokens, groups, first * CHUNK, count * CHUNK,
-                K=key_dim, KEYS=keys, TERMS=heads // groups * blocks, TOKENS=rows,
-            )
-            yield
-
-    _side_by_side([walk(half, *buffers(half)) for half in halves], device)
     return dq, dk, dv, db, dg.sum(-1), dprior.sum((0, 1, 3)).to(prior.dtype), edge

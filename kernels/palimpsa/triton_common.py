@@ -113,14 +113,6 @@ def reciprocal(x, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Brings what ``pointers`` point to out of memory into the cache that all multiprocessors share."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def load_vector(pointer, index, size, t, T, MASK_INDEX: tl.constexpr, MASK_T: tl.constexpr):
     """pointer[index] in float32; zeros past ``size`` and for tokens from T on, which the state does not notice."""
     if MASK_INDEX and MASK_T:

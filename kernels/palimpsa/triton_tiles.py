@@ -144,16 +144,16 @@ def load_tile(
     pointer, rows, keys, K: tl.constexpr, V: tl.constexpr, MASK_V: tl.constexpr, MASK_K: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """One tile of M and of E (or I) in a state [2, V, K]."""
+    """One tile of M and of E (or I) in a state [2, V, K], past the nearest cache, which is left to the tokens."""
     offsets = rows * K + keys
     if MASK_V or MASK_K:
         inside = (rows < V) & (keys < K)
-        M = tl.load(pointer + offsets, mask=inside, other=0.0)
+        M = tl.load(pointer + offsets, mask=inside, other=0.0, cache_modifier=".cg")
         # I is divided by, in the padding too
-        E = tl.load(pointer + V * K + offsets, mask=inside, other=0.0 if EXACT else 1.0)
+        E = tl.load(pointer + V * K + offsets, mask=inside, other=0.0 if EXACT else 1.0, cache_modifier=".cg")
     else:
-        M = tl.load(pointer + offsets)
-        E = tl.load(pointer + V * K + offsets)
+        M = tl.load(pointer + offsets, cache_modifier=".cg")
+        E = tl.load(pointer + V * K + offsets, cache_modifier=".cg")
     return M, E
 
 
