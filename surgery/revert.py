@@ -94,6 +94,7 @@ def revert(
     output: Path,
     layers: Sequence[int] | None = None,
     *,
+    revision: str | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Reverted:
     """Write a checkpoint whose ``layers`` hold the host's own mixer again.
@@ -101,6 +102,7 @@ def revert(
     Args:
         model: a swapped checkpoint directory, a run (its latest model), or a hub id.
         output: the directory to write, absent or empty.
+        revision: of a hub id, a branch, tag or commit.
         layers: by default every swapped layer, after which the checkpoint is an ordinary one of its family.
         progress: called with the bytes written since the last call.
 
@@ -112,7 +114,7 @@ def revert(
     from surgery.models.configuration import Swap
 
     final = check_output(output)
-    located = locate(model)
+    located = locate(model, revision)
     _, adapter = recognise(located.path)
     source = open_checkpoint(located.path)
     rules = dict(swapped_before(source, adapter))

@@ -44,10 +44,12 @@ def figures(
     recipe: Recipe, model: Path, name: str, options: Options, baseline: Measurement | None = None
 ) -> tuple[Measurement, dict[str, Any]]:
     """Measure a checkpoint in float32 on the recipe's evaluation text; the report compares it with ``baseline``."""
-    network, tokenizer = load(Located(name, model), options.device, torch.float32)
+    located = Located(name, model)
+    network, tokenizer = load(located, options.device, torch.float32)
+    about = {"name": name, "revision": located.revision}
     plan = RecallPlan(recipe.evaluation.recall.lengths, samples=SAMPLES, seed=recipe.seed)
     with options.measuring() as watch:
-        measured = measure(network, tokenizer, _text(recipe), name=name, limit=TOKENS, recall=plan, progress=watch)
+        measured = measure(network, tokenizer, _text(recipe), **about, limit=TOKENS, recall=plan, progress=watch)
     return measured, build_report(measured, baseline)
 
 

@@ -36,6 +36,23 @@ JsonOption = Annotated[
 DeviceOption = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")]
 
 
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub id; default: main.")
+]
+
+
+def check_revision(option: str, revision: str | None, model: str) -> None:
+    """Refuse a revision of what comes from no hub, where it would be ignored.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    from surgery.hosts import on_hub
+
+    if revision is not None and not on_hub(model):
+        raise UsageError(f"{option} {revision}: {model} is no hub id, and only those have revisions; leave it out")
+
+
 def _allow_pickle(context: typer.Context, value: bool) -> bool:
     """Holds until the command ends."""
     if value:

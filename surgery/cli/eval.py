@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption, RevisionOption
 from surgery.cli.inspect import MODEL_HELP, TEXT_HELP, count_option
 
 
@@ -36,6 +36,10 @@ def evaluate(
     plot: Annotated[
         str | None, typer.Option("--plot", metavar="PATH", help="Draw the result: .png, .pdf or .svg.")
     ] = None,
+    revision: RevisionOption = None,
+    baseline_revision: Annotated[
+        str | None, typer.Option("--baseline-revision", metavar="REV", help="The same of --baseline.")
+    ] = None,
     allow_pickle: AllowPickleOption = False,
     json_target: JsonOption = None,
     device: DeviceOption = "auto",
@@ -48,9 +52,10 @@ def evaluate(
     [dim]Examples[/dim]
       surgery eval bundled:tiny-mamba2
       surgery eval runs/demo-palimpsa --baseline bundled:tiny-mamba2 --plot eval.png
+      surgery eval runs/mine --baseline owner/name --baseline-revision v1.0
       surgery eval ./my-model --text book.txt --tokens all --recall-lengths none --json -
     """
-    from surgery.cli.common import err, out, pick_device, write_json
+    from surgery.cli.common import check_revision, err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.loading import locate
@@ -65,9 +70,14 @@ def evaluate(
         raise UsageError(f"--recall-samples {recall_samples}: ask at least one needle")
     if plot is not None:
         check_plot_path(plot)
+    check_revision("--revision", revision, model)
+    if baseline is None and baseline_revision is not None:
+        raise UsageError(f"--baseline-revision {baseline_revision}: there is no baseline; add --baseline BASE")
+    if baseline is not None:
+        check_revision("--baseline-revision", baseline_revision, baseline)
     where = pick_device(device)
-    target = locate(model)
-    base = None if baseline is None else locate(baseline)
+    target = locate(model, revision)
+    base = None if baseline is None else locate(baseline, baseline_revision)
     read = load_text(text, "heldout", limit=None if limit is None else 16 * limit)
     recall = None
     if lengths:
@@ -145,6 +155,7 @@ def print_report(out: Any, report: dict[str, Any]) -> None:
     if all(recalls):
         asked = f"{found['lengths'][0]['total']} prompts a length, haystack {found['haystack']}"
         notes.append(f"recall (RULER-style): the right value first of {found['candidates']}; {asked}")
+    notes += [f"{entry['name']}: commit {entry['revision']}" for entry in entries if entry.get("revision")]
     for note in notes:
         out.print(escape(note), style="dim", highlight=False)
     if difference and not difference["paired"]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption
+from surgery.cli.common import AllowPickleOption, DeviceOption, JsonOption, RevisionOption
 
 if TYPE_CHECKING:
     from surgery.inspection.measure import Inspection
@@ -56,7 +56,7 @@ def inspect(
             help="Read each block from the disk when it runs, or load the whole model; default: what fits.",
         ),
     ] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Of a hub model.")] = None,
+    revision: RevisionOption = None,
     json_target: JsonOption = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -74,7 +74,7 @@ def inspect(
       surgery inspect bundled:tiny-mamba2 --probe palimpsa --tokens 4k
       surgery inspect ./larger-than-memory --offload --tokens 8k
     """
-    from surgery.cli.common import err, out, pick_device, write_json
+    from surgery.cli.common import check_revision, err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.plots import check_plot_path
@@ -85,6 +85,7 @@ def inspect(
     from surgery.inspection.plots import plot_horizons
 
     check_metric(metric)
+    check_revision("--revision", revision, model)
     limit = count_option("--tokens", tokens)
     if static and text is not None:
         raise UsageError("--static reads no text; leave out --text, or --static")

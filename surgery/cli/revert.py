@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from surgery.cli.common import JsonOption
+from surgery.cli.common import JsonOption, RevisionOption
 
 
 def revert(
@@ -20,6 +20,7 @@ def revert(
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="N,N,...", help="Only these; default: every swapped layer.")
     ] = None,
+    revision: RevisionOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Give swapped layers their host's own mixer back.
@@ -35,13 +36,14 @@ def revert(
     """
     from rich.markup import escape
 
-    from surgery.cli.common import err, out, write_json
+    from surgery.cli.common import check_revision, err, out, write_json
     from surgery.errors import UsageError
     from surgery.revert import revert as operate
 
     if output is None:
         raise UsageError("--output is missing; name the directory to write")
-    done = operate(model, output, None if layers is None else _numbers(layers))
+    check_revision("--revision", revision, model)
+    done = operate(model, output, None if layers is None else _numbers(layers), revision=revision)
     if done.identical is not True:
         err.print(f"[yellow]note:[/yellow] {escape(done.sentence())}", highlight=False, soft_wrap=True)
     if write_json(done.as_dict(), json_target):

@@ -28,6 +28,13 @@ class Located:
     path: Path
     run: Path | None = None
 
+    @property
+    def revision(self) -> str | None:
+        """The commit of a model that came from a hub, None of any other."""
+        from surgery.hosts import commit
+
+        return commit(self.path)
+
 
 def locate(model: str, revision: str | None = None) -> Located:
     """The checkpoint of ``bundled:NAME``, a directory, a run directory (its latest model) or a hub id.

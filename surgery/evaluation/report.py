@@ -49,6 +49,7 @@ class Measurement:
         stream: losses with the state carried on through the text.
         windows: losses of separate windows of ``context`` tokens, from which those by position come.
         recall: :func:`surgery.evaluation.recall.needle_recall`'s result, or None.
+        revision: the commit of a model that came from a hub, or None.
     """
 
     name: str
@@ -57,10 +58,17 @@ class Measurement:
     windows: Losses
     context: int
     recall: dict[str, Any] | None
+    revision: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         positions = by_position(self.windows, position_edges(self.context))
-        return {"name": self.name, **self.stream.as_dict(), "positions": positions, "recall": self.recall}
+        return {
+            "name": self.name,
+            "revision": self.revision,
+            **self.stream.as_dict(),
+            "positions": positions,
+            "recall": self.recall,
+        }
 
 
 def default_context(tokens: int) -> int:
@@ -74,6 +82,7 @@ def measure(
     text: Text,
     *,
     name: str,
+    revision: str | None = None,
     limit: int | None = None,
     context: int | None = None,
     recall: RecallPlan | None = None,
@@ -83,6 +92,7 @@ def measure(
 
     Args:
         model: a causal language model with a cache; its device is used.
+        name, revision: what it is called in the report, and its commit on a hub.
         limit: at most this many tokens of the text.
         context: tokens a window for the losses by position; by default :func:`default_context`.
         recall: None leaves it out.
@@ -125,7 +135,7 @@ def measure(
     stream = stream_losses(model, tokens, progress=tick(f"{name}: stream", len(tokens) - 1))
     whole = len(tokens) // context * context
     windows = window_losses(model, tokens, context, progress=tick(f"{name}: windows of {context}", whole))
-    return Measurement(name, tokens, stream, windows, context, found)
+    return Measurement(name, tokens, stream, windows, context, found, revision)
 
 
 def build_report(measured: Measurement, baseline: Measurement | None = None) -> dict[str, Any]:
@@ -179,7 +189,7 @@ def evaluate(
         network, tokenizer = load(one, device)
         dtype = dtype or str(network.dtype).removeprefix("torch.")
         options = {"limit": limit, "context": context, "recall": recall, "progress": progress}
-        found.append(measure(network, tokenizer, text, name=one.name, **options))
+        found.append(measure(network, tokenizer, text, name=one.name, revision=one.revision, **options))
         context = found[0].context
         del network
         gc.collect()

@@ -27,7 +27,7 @@ from surgery.hosts.nemotron_h import NemotronHAdapter
 from surgery.hosts.olmo_hybrid import OlmoHybridAdapter
 from surgery.hosts.qwen3_5 import Qwen3_5Adapter, Qwen3_5MoeAdapter
 from surgery.hosts.qwen3_next import Qwen3NextAdapter
-from surgery.hosts.resolve import bundled, commit, resolve
+from surgery.hosts.resolve import bundled, commit, on_hub, resolve
 from surgery.hosts.zamba2 import Zamba2Adapter
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "decode_floats",
     "encode_floats",
     "load_model",
+    "on_hub",
     "quantised",
     "read_config",
     "recognise",

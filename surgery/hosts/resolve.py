@@ -81,6 +81,11 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
     return usable
 
 
+def on_hub(model: str) -> bool:
+    """Whether :func:`resolve` takes the name for a hub id."""
+    return bool(HUB_ID.fullmatch(model)) and not Path(model).expanduser().exists()
+
+
 def commit(directory: Path) -> str | None:
     """The commit of a directory that came from a hub, None of any other."""
     source = Path(origin(directory).get("from") or directory)

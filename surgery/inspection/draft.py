@@ -44,6 +44,9 @@ def draft_recipe(inspection: Inspection, metric: str, top: int, memory: str, dat
     bundled = inspection.model.startswith("bundled:")
     local = not bundled and Path(inspection.model).expanduser().is_dir()
     model = str(inspection.path.resolve()) if local else inspection.model
+    named = f"model: {_scalar(model)}"
+    if inspection.revision is not None and not local:
+        named += f"\nrevision: {_scalar(inspection.revision)}"
     how = "estimated from A_log and dt_bias, without data" if inspection.static else f"measured on {inspection.text}"
     figures = "\n".join(f"#   layer {figure.layer:>3}  {figure.figure(metric):>12.1f}" for figure in chosen)
     budget = _BUNDLED_BUDGET if bundled else _BUDGET
@@ -57,7 +60,7 @@ def draft_recipe(inspection: Inspection, metric: str, top: int, memory: str, dat
 #
 #   surgery validate THIS         surgery apply THIS --output DIR         surgery distill THIS --run RUN
 
-model: {_scalar(model)}
+{named}
 layers: {layers}{" " * max(1, 24 - len(str(layers)))}# as a rule that measures again: {{top: {top}, by: {metric}}}
 
 memory:

@@ -33,6 +33,7 @@ class Inspection:
         text: what was read; None for the estimate without data.
         tokens: how many tokens of it.
         probe: what a swap of each layer alone makes of the model, where that was asked for.
+        revision: the commit of a model that came from a hub, None of any other.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Inspection:
     text: str | None
     tokens: int | None
     probe: Probe | None = None
+    revision: str | None = None
 
     @property
     def static(self) -> bool:
@@ -54,6 +56,7 @@ class Inspection:
             "schema": 1,
             "kind": "inspection",
             "model": self.model,
+            "revision": self.revision,
             "host": self.host,
             "estimate": "static" if self.static else "measured",
             "text": self.text,
@@ -133,7 +136,8 @@ def inspect_loaded(
             progress(done, len(encoded))
 
     figures = measure_horizons(network, adapter.mixers(network), encoded, segment=SEGMENT, progress=advance)
-    return Inspection(located.name, adapter.name, located.path, figures, text.name, len(encoded))
+    about = (located.name, adapter.name, located.path)
+    return Inspection(*about, figures, text.name, len(encoded), revision=located.revision)
 
 
 def inspect_static(model: str | Path, revision: str | None = None) -> Inspection:
@@ -155,7 +159,8 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
     if missing:
         raise UsageError(f"{located.path}: tensor {missing[0]} is missing\n  config.json does not fit the weights")
     log_decay = adapter.static_log_decay({name: checkpoint.read(name) for name in names}, checkpoint.config)
-    return Inspection(located.name, adapter.name, located.path, static_horizons(log_decay), None, None)
+    about = (located.name, adapter.name, located.path)
+    return Inspection(*about, static_horizons(log_decay), None, None, revision=located.revision)
 
 
 def rank_layers(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 
 import huggingface_hub
 import pytest
@@ -153,6 +155,82 @@ def test_the_commit_is_recorded(base, hub, recipe, tmp_path):
 
     card = model_card(open_source(str(tmp_path / "run")), "name", "float32", Unchecked(), None, None)
     assert f"(commit {COMMIT})" in card and f"base_model: {NAME}" in card
+
+
+@pytest.fixture
+def surgery(monkeypatch, tmp_path):
+    """Run ``surgery ARGS... --json FILE``; returns what the file holds."""
+    from surgery.cli import main
+
+    def run(*args):
+        target = tmp_path / "result.json"
+        monkeypatch.setattr(sys, "argv", ["surgery", *map(str, args), "--json", str(target)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+        return json.loads(target.read_text())
+
+    return run
+
+
+@pytest.fixture
+def two_commits(base, hub, tmp_path):
+    """Other weights at OTHER than at COMMIT; the directories that the hub's files came from."""
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    hosts.adapter_for(hosts.read_config(base)).build(hosts.read_config(base)).save_pretrained(other)
+    hub(base, other)
+    return base, other
+
+
+def test_eval_reads_and_records_the_revisions_asked_for(two_commits, surgery):
+    quick = ("--tokens", 300, "--recall-lengths", "none")
+    found = surgery("eval", NAME, "--revision", OTHER, "--baseline", NAME, "--baseline-revision", "main", *quick)
+    alone = [surgery("eval", directory, *quick)["model"] for directory in two_commits]
+    assert (found["baseline"]["revision"], found["model"]["revision"]) == (COMMIT, OTHER)
+    assert [found["baseline"]["nll"], found["model"]["nll"]] == [one["nll"] for one in alone]
+    assert alone[0]["nll"] != alone[1]["nll"] and alone[0]["revision"] is None
+    assert surgery("eval", NAME, *quick)["model"] == found["baseline"]  # main, where none is named
+
+
+def test_inspect_records_the_revision_and_its_recipe_names_it(two_commits, surgery, tmp_path):
+    drafted = tmp_path / "drafted.yaml"
+    found = surgery("inspect", NAME, "--static", "--revision", OTHER, "--recipe", drafted, "--top", 1)
+    assert found["revision"] == OTHER
+    assert load_recipe(drafted).revision == OTHER
+    assert surgery("inspect", two_commits[0], "--static", "--recipe", tmp_path / "local.yaml")["revision"] is None
+    assert load_recipe(tmp_path / "local.yaml").revision == "main"
+
+
+def test_revert_of_a_revision(base, hub, recipe, surgery, tmp_path):
+    snapshot = hub(base)
+    swapped = tmp_path / "swapped"
+    apply(recipe(), swapped, drift="skip")
+    shutil.rmtree(snapshot.parent / OTHER)
+    shutil.copytree(swapped, snapshot.parent / OTHER)
+    found = surgery("revert", NAME, "--revision", OTHER, "--output", tmp_path / "restored")
+    assert found["layers"] == [0, 2] and found["identical"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "bundled:tiny-gdn", "--revision", "v1"),
+        ("inspect", "HERE", "--revision", "v1"),
+        ("revert", "HERE", "--revision", "v1", "--output", "absent"),
+        ("eval", "bundled:tiny-gdn", "--baseline", "HERE", "--baseline-revision", "v1"),
+        ("eval", NAME, "--baseline-revision", "v1"),
+    ],
+)
+def test_a_revision_that_would_be_ignored_is_refused(words, base, monkeypatch, capsys):
+    from surgery.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["surgery", *(str(base) if word == "HERE" else word for word in words)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and len(message.splitlines()) == 1, message
+    assert "revision v1: " in message and ("no hub id" in message or "add --baseline" in message)
 
 
 def test_a_pickle_of_a_hub_is_asked_for_once_it_is_allowed(base, hub, tmp_path, monkeypatch):
