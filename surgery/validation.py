@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.reading import Checkpoint
@@ -62,12 +61,12 @@ def _many(count: int, what: str) -> str:
 
 
 def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
-    from surgery.hosts import resolve
+    from surgery.hosts import on_hub, resolve
 
     try:
         directory = resolve(recipe.model, recipe.revision, offline=True)
     except UsageError as error:
-        if recipe.bundled or Path(recipe.model).expanduser().is_dir():
+        if not on_hub(recipe.model):
             with recipe.at(("model",)):
                 raise
         return None, _check("model", f"{str(error).splitlines()[0]}; layers and shapes stay unchecked", checked=False)

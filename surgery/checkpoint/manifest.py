@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from surgery.checkpoint.layout import RUN_FILE as FILE
 from surgery.checkpoint.staging import write_atomic
 from surgery.errors import UsageError
 
-FILE = "run.json"
 SCHEMA = 1
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.layout import CONFIG, no_model
 from surgery.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -136,7 +136,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UsageError(f"{directory}: {found}\n  a model is a directory with config.json and safetensors weights")
     path = directory / CONFIG
     if not path.is_file():
-        raise UsageError(f"{path}: no such file\n  a model is a directory with config.json and safetensors weights")
+        raise UsageError(no_model(directory))
     config = read_json(path)
     if not isinstance(config, dict):
         raise UsageError(f"{path}: is not a JSON object\n  download the checkpoint again")

@@ -9,13 +9,15 @@ from typing import Any
 
 @contextmanager
 def progress_bars() -> Iterator[Callable[[str, int, int], Any]]:
-    """Bars that vanish at the end; the value is called with (stage, done, total), and a new stage is a new bar."""
+    """Bars on a terminal, which vanish at the end; the value is called with (stage, done, total), and a new stage is a
+    new bar."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from surgery.cli.common import err
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bars:
+    # elsewhere than on a terminal they would leave an empty line before what comes next, an error above all
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 
         def update(stage: str, done: int, total: int) -> None:

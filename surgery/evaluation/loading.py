@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.layout import CONFIG, RUN_FILE, no_model
 from surgery.errors import UsageError
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,15 @@ def locate(model: str, revision: str | None = None) -> Located:
     """The checkpoint of ``bundled:NAME``, a directory, a run directory (its latest model) or a hub id.
 
     Raises:
-        UsageError: there is no such model, or the run holds none yet.
+        UsageError: there is no such model, the run holds none yet, or the directory is none.
     """
     from surgery.hosts import resolve
 
     path = resolve(model, revision)
     if (path / RUN_FILE).is_file():
         return Located(model, latest_model(path), path)
+    if not (path / CONFIG).is_file():
+        raise UsageError(no_model(path))
     return Located(model, path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from surgery.checkpoint.layout import run_around
 from surgery.checkpoint.staging import check_output, staged_directory
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load_tokenizer, locate
@@ -169,6 +170,9 @@ def _control(name: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     if path.is_file():
         return read_report(path)
+    run = run_around(path) if path.is_dir() else None
+    if run is not None and run != path:
+        raise UsageError(f"--control {name}: is a part of the run {run}; give that run, or one of its reports")
     report = latest_report(locate(name))
     if report is None:
         raise UsageError(
