@@ -67,8 +67,10 @@ def inspection_measure(
 
     def measure(directory: Path, recipe: Recipe) -> dict[str, dict[int, float]]:
         from surgery.inspection.measure import inspect_model
+        from surgery.opening import base_tokenizer
 
         root = recipe.path.parent
+        base_tokenizer(recipe, directory)
         with recipe.at(("inspection", "data") if recipe.inspection.data else ("data",)):
             found = inspect_model(
                 directory,

@@ -64,6 +64,18 @@ def check_names(checkpoint: Checkpoint, adapter: HostAdapter) -> None:
         raise UsageError(f"{error}\n  config.json and the weights do not belong together") from None
 
 
+def base_tokenizer(recipe: Recipe, directory: Path) -> Any:
+    """The tokenizer of the recipe's base, for the texts that the recipe names.
+
+    Raises:
+        UsageError: there is none; the place named is the recipe's model, not one of its texts.
+    """
+    from surgery.evaluation.loading import load_tokenizer
+
+    with recipe.at(("model",)):
+        return load_tokenizer(directory)
+
+
 def check_tokenizer(checkpoint: Checkpoint) -> None:
     """Refuse a tokenizer that makes ids the embeddings do not have.
 

@@ -15,6 +15,7 @@ from surgery.checkpoint.staging import check_output, existing_parent, staged_dir
 from surgery.checkpoint.writing import write_checkpoint
 from surgery.errors import JobError
 from surgery.layers import Measure, inspection_measure
+from surgery.opening import base_tokenizer
 from surgery.plan import Plan, make_plan
 from surgery.recipe import Recipe
 
@@ -110,6 +111,7 @@ def apply(
     if drift != "skip":  # found before anything is written: no tokenizer, no text, a text that is too short
         from surgery.drift import windows
 
+        base_tokenizer(recipe, plan.base.directory)
         with recipe.at(("evaluation", "text")):
             text = windows(plan.base.directory, recipe.evaluation_text, recipe.path.parent)
     shared = link and same_file_system(plan.base.directory, existing_parent(final))

@@ -7,7 +7,7 @@ from typing import Any
 from surgery.checkpoint.reading import Checkpoint
 from surgery.errors import UsageError
 from surgery.layers import ranges, resolve_layers
-from surgery.opening import open_base, swappable
+from surgery.opening import base_tokenizer, open_base, swappable
 from surgery.plan import plan_memory
 from surgery.recipe import LayerChoice, Recipe, format_count
 from surgery.recipe.document import KeyPath
@@ -103,7 +103,6 @@ def _texts(recipe: Recipe, checkpoint: Checkpoint | None) -> list[dict[str, Any]
 def _text(
     recipe: Recipe, checkpoint: Checkpoint | None, path: KeyPath, spec: Any, context: int, part: str
 ) -> dict[str, Any]:
-    from surgery.evaluation.loading import load_tokenizer
     from surgery.evaluation.text import describe, load_text, sources
     from surgery.evaluation.tokens import encode, require_context
 
@@ -117,5 +116,5 @@ def _text(
         if checkpoint is None:
             return _check("text", f"{name}: found; its length in tokens needs the model's tokenizer", checked=False)
         text = load_text(spec, part, root, limit=16 * context)
-        require_context(encode(load_tokenizer(checkpoint.directory), text, context), context)
+        require_context(encode(base_tokenizer(recipe, checkpoint.directory), text, context), context)
     return _check("text", f"{name}: fills a context of {context}")

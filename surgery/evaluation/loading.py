@@ -101,7 +101,7 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(": ")
         place = origin(path).get("from", path)  # not the cache of what was converted
-        remedy = "copy the tokenizer that the model was trained with there: tokenizer.json"
+        remedy = _where_to_get(path, place)
         if _comes_as_code(path) and not trusted():
             reason = "it is code that comes with the model"
             remedy = "if you trust it, write trust_remote_code: true in the recipe and add --trust-remote-code"
@@ -115,6 +115,19 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             "  use the tokenizer that belongs to the model"
         )
     return tokenizer
+
+
+def _where_to_get(path: Path, place: Path | str) -> str:
+    """What to do for a checkpoint without a tokenizer."""
+    from surgery.hosts.resolve import NEOX, NEOX_FILES, takes_neox
+
+    try:
+        known = takes_neox(json.loads((path / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        known = False
+    if known:
+        return f"its authors use {NEOX}'s: hf download {NEOX} {' '.join(NEOX_FILES)} --local-dir {place}"
+    return "copy the one that the model was trained with there (tokenizer.json); no option or recipe key names another"
 
 
 def _comes_as_code(path: Path) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
 from surgery.checkpoint.remote_code import trusted
@@ -92,6 +94,11 @@ def commit(directory: Path) -> str | None:
     return source.name if source.parent.name == "snapshots" else None
 
 
+def takes_neox(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is one of mamba_ssm's own models that were trained with NEOX's tokenizer."""
+    return "ssm_cfg" in config and config.get("vocab_size") in NEOX_VOCABULARY
+
+
 def _download(model: str, revision: str | None, offline: bool | None, patterns: tuple[str, ...]) -> Path:
     import huggingface_hub
     from huggingface_hub import constants, errors
@@ -137,9 +144,7 @@ def _add_tokenizer(directory: Path, offline: bool | None) -> None:
     from surgery.checkpoint.files import copy_file
 
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if (directory / "tokenizer.json").is_file() or "ssm_cfg" not in config:
-        return
-    if config.get("vocab_size") not in NEOX_VOCABULARY:
+    if (directory / "tokenizer.json").is_file() or not takes_neox(config):
         return
     try:
         source = _download(NEOX, None, offline, NEOX_FILES)
