@@ -50,12 +50,12 @@ def step(
     """o [B, 1, H, V]; the state [B, 2, H, V, K] in ``before`` goes to ``after``, which may be the same tensor."""
     batch, _, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
+    flags = log_decay if reset is None else reset.contiguous().view(torch.uint8)
     o = torch.empty_like(v)
     keys = max(16, triton.next_power_of_2(key_dim))
     rows = min(triton.next_power_of_2(value_dim), max(1, 4096 // keys))
     _step_kernel[(triton.cdiv(value_dim, rows), batch * heads)](
-        q, k, v, b, log_decay, log_decay if reset is None else reset.view(torch.uint8), prior, before, after, o, heads,
-        groups, K=key_dim, V=value_dim, ROWS=rows, KEYS=keys, HAS_RESET=reset is not None, ASSEMBLY=not INTERPRETED,
-        **OPTIONS,
+        q, k, v, b, log_decay, flags, prior, before, after, o, heads, groups, K=key_dim, V=value_dim, ROWS=rows,
+        KEYS=keys, HAS_RESET=reset is not None, ASSEMBLY=not INTERPRETED, **OPTIONS,
     )
     return o

@@ -167,7 +167,8 @@ def test_mixed_precision_and_no_state():
 def test_a_step_works_in_place():
     arguments = problem(2, 1, 4, 2, 48, 20)
     state = arguments.pop("state")
-    reset = torch.tensor([True, False], device=DEVICE)[:, None]
+    # a token of a longer text's resets: its neighbours in memory belong to other tokens
+    reset = torch.tensor([[False, False, True], [True, True, False]], device=DEVICE)[:, 2:]
     for options in ({}, {"reset": reset}):
         double = {name: x.double() for name, x in arguments.items()}
         expected, after = reference(**double, state=state.double(), **options)
