@@ -144,7 +144,7 @@ class Sight:
 class Attention(nn.Module):
     """One layer's attention.
 
-    Its cache layer is one of full attention even where there is a window: what a window leaves out is masked.
+    Its cache layer gives the keys of all P tokens before, or of the last of them alone: with a window, W - 1.
     """
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, layer_idx: int) -> None:
@@ -174,6 +174,8 @@ class Attention(nn.Module):
             k, v = cache.update(k, v, self.layer_idx)
             cache.layers[self.layer_idx].document_start = sight.starts
         mask = sight.mask(self.spec.window)
+        if mask is not None:
+            mask = mask[..., -k.shape[2] :]
         repeats = self.spec.num_heads // self.spec.num_kv_heads
         k, v = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)

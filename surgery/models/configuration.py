@@ -160,14 +160,30 @@ class GatedDeltaNetConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
 
+    def _attention(self) -> list[dict]:
+        return self.attn if isinstance(self.attn, list) else [self.attn] if self.attn else []
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The tokens that windowed attention layers see; None where there are none, or where they differ in it, since
+        transformers' cache, which asks, knows one window alone: it then keeps all tokens, and masks leave out the rest.
+        """
+        windows = {one["window_size"] for one in self._attention() if one.get("window_size") is not None}
+        return windows.pop() if len(windows) == 1 else None
+
+    @sliding_window.setter
+    def sliding_window(self, value: Any) -> None:
+        self.__dict__["sliding_window"] = value  # a key of no meaning in this layout: kept and written as it was
+
     @property
     def layer_types(self) -> list[str]:
-        """Linear attention, and in a hybrid full attention; transformers' cache asks."""
-        specs = self.attn if isinstance(self.attn, list) else [self.attn] if self.attn else []
-        attention = {layer for one in specs for layer in one.get("layers") or ()}
-        return [
-            "full_attention" if layer in attention else "linear_attention" for layer in range(self.num_hidden_layers)
-        ]
+        """Linear attention, and in a hybrid full or windowed attention; transformers' cache asks."""
+        kinds = ["linear_attention"] * self.num_hidden_layers
+        for one in self._attention():
+            windowed = one.get("window_size") is not None and self.sliding_window is not None
+            for layer in one.get("layers") or ():
+                kinds[layer] = "sliding_attention" if windowed else "full_attention"
+        return kinds
 
     @property
     def mlp_size(self) -> int:

@@ -21,6 +21,21 @@ def hybrid(request, cases, tmp_path):
     return hosts.load_model(tmp_path, dtype=torch.float32)
 
 
+@pytest.fixture
+def hybrid_of(cases, tmp_path):
+    """Factory: a hybrid of 3 layers with these attention layers in float64, and its upstream."""
+    from surgery import hosts
+
+    def make(attn):
+        example = cases["gated_deltanet-hybrid"]
+        example.write(tmp_path)
+        config = hosts.read_config(tmp_path) | {"attn": attn, "num_hidden_layers": 3}
+        hosts.adapter_for(config).build(config).save_pretrained(tmp_path)
+        return hosts.load_model(tmp_path, dtype=torch.float64), example.upstream(tmp_path)
+
+    return make
+
+
 def test_a_packed_text_goes_on_from_its_last_document(hybrid):
     text = torch.randint(3, 256, (2, 30))
     reset = torch.zeros(2, 18, dtype=torch.bool)
@@ -59,14 +74,59 @@ def test_generation_with_and_without_cache(hybrid, beams):
 
 
 def test_a_cache_of_the_configuration_knows_both_kinds_of_layers(hybrid):
-    kinds = {"Dynamic": "full_attention", "Linear": "linear_attention"}
+    kinds = {
+        "DynamicLayer": "full_attention",
+        "DynamicSlidingWindowLayer": "sliding_attention",
+        "LinearAttentionLayer": "linear_attention",
+    }
     cache = DynamicCache(config=hybrid.config)
-    names = [type(layer).__name__ for layer in cache.layers]
-    layers = [next(kind for start, kind in kinds.items() if name.startswith(start)) for name in names]
-    assert layers == hybrid.config.layer_types and set(layers) == set(kinds.values())
+    layers = [kinds[type(layer).__name__] for layer in cache.layers]
+    assert layers == hybrid.config.layer_types and {"full_attention", "linear_attention"} <= set(layers)
     with torch.no_grad():
         hybrid(torch.randint(3, 256, (1, 7)), cache=cache, use_cache=True)
     assert cache.get_seq_length() == 7
+
+
+def layer(index, window=None):
+    return {"layers": [index], "num_heads": 2} | ({} if window is None else {"window_size": window})
+
+
+# attention layers of a hybrid -> how many tokens' keys each keeps in the cache, None for all
+WINDOWS = {
+    "one window": ([layer(1, 5), layer(2)], {1: 4, 2: None}),
+    "windows alone": ([{**layer(0, 6), "layers": [0, 2]}], {0: 5, 2: 5}),
+    "a window of one token": ([layer(1, 1)], {1: None}),  # transformers' layer of none keeps all
+    "two windows": ([layer(0, 5), layer(2, 9)], {0: None, 2: None}),  # transformers' cache knows one
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("pieces", [[3, *[1] * 21], [3, 11, 1, 1, 7, 1], [20, 1, 1, 1, 1]])
+def test_decoding_past_a_window(name, pieces, hybrid_of):
+    """The model written out, which reads the whole text at once, says what each piece's logits are."""
+    attn, kept = WINDOWS[name]
+    model, upstream = hybrid_of(attn)
+    text = torch.randint(3, 256, (2, sum(pieces)))
+    mask = left_padded(text, [sum(pieces) - 2, sum(pieces)])
+    cache, logits, seen = DynamicCache(config=model.config), [], 0
+    with torch.no_grad():
+        for piece in text.split(pieces, dim=1):
+            seen += piece.shape[1]
+            logits.append(model(piece, attention_mask=mask[:, :seen], cache=cache, use_cache=True).logits)
+        expected = upstream(text, mask).logits
+    assert apart(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()]) < 1e-5
+    assert {index: cache.layers[index].keys.shape[2] for index in kept} == {
+        index: sum(pieces) if tokens is None else tokens for index, tokens in kept.items()
+    }
+    assert cache.get_seq_length() == sum(pieces)
+
+
+def test_a_window_is_not_written_into_the_configuration(hybrid_of):
+    model, _ = hybrid_of([layer(1, 5)])
+    assert model.config.sliding_window == 5
+    assert not {"sliding_window", "layer_types"} & set(model.config.to_dict())
+    other = type(model.config).from_dict(model.config.to_dict() | {"sliding_window": 3})
+    assert other.sliding_window == 5 and other.to_dict()["sliding_window"] == 3
 
 
 def test_padding_between_documents_is_seen_by_nobody():
