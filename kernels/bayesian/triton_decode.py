@@ -84,7 +84,9 @@ def step(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], before: Ten
     keys = max(16, triton.next_power_of_2(key_dim))
     rows = min(keys, TILE // keys)
     columns = min(max(16, triton.next_power_of_2(value_dim)), TILE // keys)
-    directions = before if rows >= key_dim else torch.empty(batch, heads, key_dim, device=v.device)
+    directions = before if rows >= key_dim else torch.empty(
+        batch, heads, key_dim, dtype=torch.float32, device=v.device
+    )
     _step_kernel[(batch * heads,)](
         q, k, v, *gates, before, after, directions, o, heads, groups, K=key_dim, V=value_dim, BK=keys, BR=rows,
         BV=columns, num_warps=8 if keys * columns > 4096 else 4, **OPTIONS,
