@@ -171,7 +171,8 @@ def mean(
 ) -> None:
     """The mean's pass over the chunks from ``begin`` to ``end``, into ``work`` and o [B, T, H, V]."""
     width, blocks = shape.key_blocks(128)
-    keys = {"K": shape.key_dim, "BD": width, "NB": blocks, "C": CHUNK, "EXACT": exact(k), "PRECISION": precision}
+    keys = {"K": shape.key_dim, "BD": width, "NB": blocks, "C": CHUNK, "PRECISION": precision}
+    keys["EXACT"] = exact(q) and exact(k)
     _coupling_kernel[(end - begin, shape.programs)](
         q, k, U, gains, table.scalars, table.logs, work.inverse, work.reads, shape.tokens, shape.heads, shape.groups,
         shape.padded, begin, num_warps=4, **keys, **OPTIONS,

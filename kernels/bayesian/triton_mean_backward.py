@@ -293,7 +293,8 @@ def mean_backward(
     dfree = torch.empty_like(errors)
     width, blocks = shape.key_blocks(128)
     columns = shape.value_block(LAYOUT.columns if blocks == 1 else 32)
-    common = {"K": shape.key_dim, "V": shape.value_dim, "C": CHUNK, "EXACT": exact(k), "PRECISION": precision}
+    common = {"K": shape.key_dim, "V": shape.value_dim, "C": CHUNK, "PRECISION": precision}
+    common["EXACT"] = exact(q) and exact(k)
     _mean_adjoint_kernel[(triton.cdiv(shape.value_dim, columns), shape.programs)](
         q, k, do, U, gains, table.scalars, table.logs, inverse, reads, dmeans, dfree, shape.tokens, shape.heads,
         shape.groups, shape.chunks, BD=width, NB=blocks, BV=columns, num_warps=4, num_stages=1, **common, **OPTIONS,

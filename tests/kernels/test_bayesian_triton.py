@@ -201,6 +201,37 @@ def test_bf16_inputs():
 
 
 @interpreted
+def test_half_precision_keys_beside_float32_queries(monkeypatch):
+    """Products keep the digits of the wider input, with operands cut to tf32 as tensor cores cut them."""
+    from triton.runtime import interpreter
+
+    from surgery.kernels.bayesian.triton import bayesian
+
+    def cutting(dot):
+        def cut(handle):
+            return interpreter.TensorHandle((handle.data.view("int32") & -0x2000).view("float32"), handle.dtype)
+
+        def run(self, a, b, c, precision, *rest):
+            if precision == interpreter._ir.INPUT_PRECISION.TF32:
+                a, b = cut(a), cut(b)
+            return dot(self, a, b, c, precision, *rest)
+
+        return run
+
+    builder = interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_dot", cutting(builder.create_dot))
+    low = cast(problem("gdn", 20), torch.float32)
+    low = low._replace(k=low.k.half())
+    exact = Problem(*(None if x is None else x.double() for x in low))
+    weights = weights_for(exact)
+    expected, found = (gradients(rule, x, "gdn", weights) for rule, x in ((reference, exact), (bayesian, low)))
+    assert found["k"].dtype == torch.float16
+    # the gradient of half precision keys is rounded to it
+    assert_close({"k": found.pop("k")}, {"k": expected.pop("k")}, 1e-3)
+    assert_close(found | {"k": expected["q"]}, expected | {"k": expected["q"]}, 1e-5)
+
+
+@interpreted
 def test_segments_change_nothing(monkeypatch, nan_filled):
     """The passes go along the chunks in parts, each pass a part behind the one before."""
     from surgery.kernels.bayesian import triton_streams
