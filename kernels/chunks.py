@@ -84,6 +84,21 @@ def without_autocast(rule: Callable) -> Callable:
     return run
 
 
+def on_its_device(operator: Callable) -> Callable:
+    """Run ``operator`` with the GPU of its first tensor as the current one, where Triton starts kernels; torch's own
+    operators do the same, and a model whose layers are spread over GPUs relies on it."""
+
+    @functools.wraps(operator)
+    def run(*args):
+        device = next(x.device for x in args if isinstance(x, Tensor))
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return operator(*args)
+        with torch.cuda.device(device):
+            return operator(*args)
+
+    return run
+
+
 def chunk_length(tokens: int) -> int:
     """Tokens a chunk: 64, or the power of two from 16 that holds a shorter sequence."""
     return 64 if tokens > 32 else 32 if tokens > 16 else 16

@@ -33,6 +33,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | 
 
 
 @torch.library.custom_op("surgery::causal_conv", mutates_args=(), device_types="cuda")
+@chunks.on_its_device
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
     from .triton_convolution import forward
 
@@ -40,6 +41,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | Non
 
 
 @torch.library.custom_op("surgery::causal_conv_backward", mutates_args=(), device_types="cuda")
+@chunks.on_its_device
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,6 +48,7 @@ def gated_norm(
 
 
 @torch.library.custom_op("surgery::gated_norm", mutates_args=(), device_types="cuda")
+@chunks.on_its_device
 def _forward(
     x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int, eps: float,
     sigmoid: bool, gate_first: bool,
@@ -58,6 +59,7 @@ def _forward(
 
 
 @torch.library.custom_op("surgery::gated_norm_backward", mutates_args=(), device_types="cuda")
+@chunks.on_its_device
 def _backward(
     dout: Tensor, x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int,
     eps: float, sigmoid: bool, gate_first: bool,

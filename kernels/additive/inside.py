@@ -23,6 +23,7 @@ def fused(k: Tensor, v: Tensor) -> bool:
 
 
 @torch.library.custom_op("surgery::additive_output", mutates_args=(), device_types="cuda")
+@chunked.on_its_device
 def output(q: Tensor, k: Tensor, v: Tensor, write: Tensor, met: Tensor, total: Tensor) -> Tensor:
     """As :func:`output_in_torch`."""
     from . import triton_chunks
@@ -31,6 +32,7 @@ def output(q: Tensor, k: Tensor, v: Tensor, write: Tensor, met: Tensor, total: T
 
 
 @torch.library.custom_op("surgery::additive_gradients", mutates_args=(), device_types="cuda")
+@chunked.on_its_device
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, write: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import fused
+from ..chunks import fused, on_its_device
 
 
 @torch.library.custom_op("surgery::additive_states", mutates_args=())
+@on_its_device
 def additive_states(
     k: Tensor, x: Tensor, scale: Tensor, whole: Tensor, start: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import check, compute_dtype, without_autocast
+from ..chunks import check, compute_dtype, on_its_device, without_autocast
 from . import reference
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, Shape, mean_precision, tables
 from .triton_covariance import covariance, prepare
@@ -22,6 +22,7 @@ from .triton_streams import beside, segments
 
 
 @torch.library.custom_op("surgery::bayesian", mutates_args=())
+@on_its_device
 def _bayesian(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cov_decay_sqrt: Tensor, process_noise: Tensor, precision: Tensor,
     observation_noise: Tensor, erase: Tensor, shrink: Tensor, write: Tensor, start_mean: Tensor,
@@ -64,6 +65,7 @@ def _(q, k, v, decay, cov_decay_sqrt, process_noise, precision, observation_nois
 
 
 @torch.library.custom_op("surgery::bayesian_backward", mutates_args=())
+@on_its_device
 def _bayesian_backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cov_decay_sqrt: Tensor,
     process_noise: Tensor, precision: Tensor, observation_noise: Tensor, erase: Tensor, shrink: Tensor, write: Tensor,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..chunks import on_its_device
 from .triton_common import OPTIONS
 
 # elements of P, and of M, that a program holds at once: all of P where it fits, so that it is read once
@@ -73,6 +74,7 @@ def _step_kernel(
         tl.store(after + covariance + i * BR * (V + K), updated, mask=inside)
 
 
+@on_its_device
 def step(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], before: Tensor, after: Tensor) -> Tensor:
     """o [B, 1, H, V]; the state [B, H, K, V + K] in ``before`` goes to ``after``, which may be the same tensor.
 

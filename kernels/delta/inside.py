@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..chunks import fused as wanted
-from ..chunks import step_gradients
+from ..chunks import on_its_device, step_gradients
 
 # whether the kernels run unasked
 BY_DEFAULT = False
@@ -50,6 +50,7 @@ class Delta(torch.autograd.Function):
 
 
 @torch.library.custom_op("surgery::delta", mutates_args=(), device_types="cuda")
+@on_its_device
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
     start: Tensor,
@@ -67,6 +68,7 @@ def _forward(
 
 
 @torch.library.custom_op("surgery::delta_backward", mutates_args=(), device_types="cuda")
+@on_its_device
 def _backward(
     do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor,
     to_end: Tensor, whole: Tensor, solve: Tensor, met: Tensor, corrections: Tensor,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import fused
+from ..chunks import fused, on_its_device
 
 MAX_KEY = 256  # a program of the kernels holds all rows of a state's columns
 
 
 @torch.library.custom_op("surgery::delta_states", mutates_args=())
+@on_its_device
 def _forward(
     solve: Tensor, beta: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,6 +38,7 @@ def _forward(
 
 
 @torch.library.custom_op("surgery::delta_states_adjoint", mutates_args=())
+@on_its_device
 def _adjoint(
     solve: Tensor, beta: Tensor, dcorrections: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
     dmet: Tensor, dfinal: Tensor,

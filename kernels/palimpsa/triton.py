@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import check, compute_dtype, without_autocast
+from ..chunks import check, compute_dtype, on_its_device, without_autocast
 from . import chunked
 from .triton_backward import backward
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, decays, precision
@@ -23,6 +23,7 @@ def _length(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> int:
 
 
 @torch.library.custom_op("surgery::palimpsa", mutates_args=())
+@on_its_device
 def _palimpsa(
     q: Tensor, k: Tensor, v: Tensor, b: Tensor, log_decay: Tensor, prior: Tensor, state: Tensor | None,
     reset: Tensor | None, return_variance: bool,
@@ -47,6 +48,7 @@ def _(q, k, v, b, log_decay, prior, state, reset, return_variance):
 
 
 @torch.library.custom_op("surgery::palimpsa_backward", mutates_args=())
+@on_its_device
 def _palimpsa_backward(
     dy: Tensor, dvariance: Tensor | None, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, b: Tensor,
     log_decay: Tensor, prior: Tensor, reset: Tensor | None, starts: Tensor,

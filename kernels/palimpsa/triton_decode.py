@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..chunks import on_its_device
 from .triton_common import INTERPRETED, OPTIONS, reciprocal
 
 
@@ -43,6 +44,7 @@ def _step_kernel(
     tl.store(o + bh * V + rows, y.to(o.dtype.element_ty), mask=rows < V)
 
 
+@on_its_device
 def step(
     q: Tensor, k: Tensor, v: Tensor, b: Tensor, log_decay: Tensor, prior: Tensor, before: Tensor, after: Tensor,
     reset: Tensor | None,
