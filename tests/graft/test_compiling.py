@@ -78,6 +78,42 @@ def test_what_is_not_compiled(compilations):
     assert len(compilations) == 1
 
 
+HOOKS = {
+    "forward": lambda module, run: module.register_forward_hook(lambda _, inputs, out: run(out)),
+    "forward-pre": lambda module, run: module.register_forward_pre_hook(lambda _, inputs: (run(inputs[0]),)),
+    "backward": lambda module, run: module.register_full_backward_hook(lambda _, dx, dy: (run(dx[0]),)),
+    "backward-pre": lambda module, run: module.register_full_backward_pre_hook(lambda _, dy: (run(dy[0]),)),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_on_projections_are_called(compilations, kind):
+    """Also those that come when the mixer has been compiled."""
+    graft, hidden = make("delta"), torch.randn(2, 17, 24)
+    with compiling.compiled_mixers():
+        before = gradients(graft, hidden, None)
+    assert len(compilations) == 1
+    handle = HOOKS[kind](graft.k_proj, lambda x: 1.5 * x)
+    expected = gradients(graft, hidden, None)
+    assert any(not torch.allclose(one, other) for one, other in zip(before, expected, strict=True))
+    with compiling.compiled_mixers():
+        found = gradients(graft, hidden, None)
+    handle.remove()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward-pre"])
+def test_hooks_inside_a_compiled_model(kind):
+    graft, hidden = make("delta"), torch.randn(2, 17, 24)
+    HOOKS[kind](graft.k_proj, lambda x: 1.5 * x)
+    expected = gradients(graft, hidden, None)
+    torch.compiler.reset()
+    found = gradients(torch.compile(graft, backend="eager"), hidden, None)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_where_training_compiles(monkeypatch):
     monkeypatch.setattr(compiling, "TRITON", True)
     monkeypatch.delenv("SURGERY_COMPILE", raising=False)
