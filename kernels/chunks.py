@@ -32,6 +32,9 @@ TRITON = _builds()
 # the least log decay: exp of it is 0 in float64 too, and sums of it over a chunk are exact to 1e-11
 FORGOTTEN = -800.0
 
+# heads of all texts of a batch that one launch takes: CUDA's limit of a grid's second and third axis
+MAX_HEADS = 65535
+
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any tensor is float64, otherwise float32: the precision of states and gates."""

@@ -19,7 +19,7 @@ from .additive import chunked as additive_chunked
 from .additive import reference as additive_reference
 from .bayesian import chunked as bayesian_chunked
 from .bayesian import reference as bayesian_reference
-from .chunks import TRITON
+from .chunks import MAX_HEADS, TRITON
 from .delta import chunked as delta_chunked
 from .delta import reference as delta_reference
 from .palimpsa import chunked as palimpsa_chunked
@@ -89,7 +89,8 @@ def _form(rule: str, k: Tensor, v: Tensor, backend: str | None) -> Callable:
         raise ValueError(f"the {rule} rule has no form {name!r}")
     if name == "triton" and backend is None:
         key_dim, value_dim = _LIMITS[rule]
-        if v.dtype == torch.float64 or k.shape[-1] > key_dim or v.shape[-1] > value_dim:
+        wide = k.shape[-1] > key_dim or v.shape[-1] > value_dim or v.shape[0] * v.shape[2] > MAX_HEADS
+        if wide or v.dtype == torch.float64:
             name = "reference" if tokens == 1 else "chunked"
     return _FORMS[rule, name]
 

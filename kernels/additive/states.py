@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import fused, on_its_device
+from ..chunks import MAX_HEADS, fused, on_its_device
 
 
 @torch.library.custom_op("surgery::additive_states", mutates_args=())
@@ -26,7 +26,7 @@ def additive_states(
     Returns:
         The state that each chunk meets [B, N, H, V, K] in k's dtype, and the state after all of them in start's.
     """
-    if fused(k, by_default=True):
+    if fused(k, by_default=True) and k.shape[0] * x.shape[3] <= MAX_HEADS:
         from .triton_states import states
 
         return states(k, x, scale, whole, start, reverse)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import check, compute_dtype, on_its_device, without_autocast
+from ..chunks import MAX_HEADS, check, compute_dtype, on_its_device, without_autocast
 from . import reference
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, Shape, mean_precision, tables
 from .triton_covariance import covariance, prepare
@@ -176,6 +176,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> None:
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     assert key_dim <= MAX_KEY, f"keys of {key_dim} entries: at most {MAX_KEY} fit these kernels"
     assert value_dim <= MAX_VALUE, f"values of {value_dim} entries: at most {MAX_VALUE} fit these kernels"
+    heads = v.shape[0] * v.shape[2]
+    assert heads <= MAX_HEADS, f"{heads} heads in a batch: at most {MAX_HEADS} fit one launch"
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], before: Tensor, after: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def delta_in(
     groups, key_dim = k.shape[2:]
     chunk = chunk_length(tokens)
     memory = torch.zeros(batch, heads, key_dim, value_dim, dtype=dtype, device=v.device) if state is None else state
-    if q.dtype == k.dtype == v.dtype == operands and inside.fused(k):
+    if q.dtype == k.dtype == v.dtype == operands and inside.fused(k, v):
         steps = log_decay.double().clamp(min=FORGOTTEN)
         if reset is not None:
             steps = steps.masked_fill(reset[..., None], FORGOTTEN)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..chunks import MAX_HEADS, on_its_device, step_gradients
 from ..chunks import fused as wanted
-from ..chunks import on_its_device, step_gradients
 
 # whether the kernels run unasked
 BY_DEFAULT = False
 MAX_KEY = 256  # programs of the kernels hold all of a key
 
 
-def fused(k: Tensor) -> bool:
-    """Whether the operators are to take such keys."""
+def fused(k: Tensor, v: Tensor) -> bool:
+    """Whether the operators are to take such keys [B, T, G, K] and values [B, T, H, V]."""
     half = k.dtype in (torch.bfloat16, torch.float16)
-    return half and k.shape[-1] <= MAX_KEY and wanted(k, BY_DEFAULT)
+    return half and k.shape[-1] <= MAX_KEY and v.shape[0] * v.shape[2] <= MAX_HEADS and wanted(k, BY_DEFAULT)
 
 
 class Delta(torch.autograd.Function):

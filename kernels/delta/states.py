@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import fused, on_its_device
+from ..chunks import MAX_HEADS, fused, on_its_device
 
 MAX_KEY = 256  # a program of the kernels holds all rows of a state's columns
 
@@ -20,7 +20,7 @@ def _forward(
     solve: Tensor, beta: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`delta_states`."""
-    if _fused(k):
+    if _fused(k, whole):
         from .triton_states import scan
 
         return scan(solve, beta, v, k, from_start, to_end, whole, start)
@@ -45,7 +45,7 @@ def _adjoint(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The adjoints of the states at the chunks' ends [B, N, H, K, V], of the corrections and of what they solve for
     [B, N, H, C, V], and of the start."""
-    if _fused(k):
+    if _fused(k, whole):
         from .triton_states import adjoint
 
         return adjoint(solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal)
@@ -76,8 +76,8 @@ def _(solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal):
     return *(k.new_empty(size) for size in sizes), dfinal.new_empty(dfinal.shape)
 
 
-def _fused(k: Tensor) -> bool:
-    return fused(k, by_default=True) and k.shape[-1] <= MAX_KEY
+def _fused(k: Tensor, whole: Tensor) -> bool:
+    return fused(k, by_default=True) and k.shape[-1] <= MAX_KEY and whole.shape[0] * whole.shape[2] <= MAX_HEADS
 
 
 def _by_head(k: Tensor, v: Tensor) -> Tensor:

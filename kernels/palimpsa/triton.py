@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..chunks import check, compute_dtype, on_its_device, without_autocast
+from ..chunks import MAX_HEADS, check, compute_dtype, on_its_device, without_autocast
 from . import chunked
 from .triton_backward import backward
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, decays, precision
@@ -114,6 +114,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, b: Tensor, log_decay: Tensor) -> Non
     key_dim, value_dim = k.shape[-1], v.shape[-1]
     assert key_dim <= MAX_KEY, f"keys of {key_dim} entries: at most {MAX_KEY} fit these kernels"
     assert value_dim <= MAX_VALUE, f"values of {value_dim} entries: at most {MAX_VALUE} fit these kernels"
+    heads = v.shape[0] * v.shape[2]
+    assert heads <= MAX_HEADS, f"{heads} heads in a batch: at most {MAX_HEADS} fit one launch"
 
 
 @without_autocast

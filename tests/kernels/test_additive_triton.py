@@ -4,6 +4,7 @@ and on a GPU (``pytest -m gpu``) the rules as they run there."""
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 
 import pytest
@@ -122,6 +123,27 @@ def test_delta_scan_and_its_adjoint(poisoned, monkeypatch, shape):
     of_states = random(batch, chunks, heads, key_dim, value_dim)
     arguments = (solve, beta, of_corrections, k, *gates, of_states, start)
     compare(adjoint(*arguments), delta_states._adjoint(*arguments))
+
+
+@device_test
+@pytest.mark.parametrize("rule", RULES)
+def test_more_heads_than_a_launch_takes(monkeypatch, rule):
+    """The scans go by torch then."""
+    states = importlib.import_module(f"surgery.kernels.{rule}.states")
+    kernels = importlib.import_module(f"surgery.kernels.{rule}.triton_states")
+    launched = []
+    for name in {"additive": ["states"], "delta": ["scan", "adjoint"]}[rule]:
+        run = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, run=run: launched.append(True) or run(*args))
+    monkeypatch.setattr(states, "fused", lambda k, by_default: True)
+    arguments, reset = problem(rule, 40, 16, 24, DEVICE, torch.float32)
+    weights = [torch.randn_like(arguments["v"]), torch.randn_like(arguments["state"])]
+    found = gradients(RULES[rule][0], arguments, reset, weights)
+    assert len(launched) == 2
+    monkeypatch.setattr(states, "MAX_HEADS", 7)  # of 2 times 4
+    expected = gradients(RULES[rule][0], arguments, reset, weights)
+    assert len(launched) == 2
+    compare(found, expected)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's products of float32 numbers would be TF32's")

@@ -88,6 +88,9 @@ def test_what_a_kernel_cannot_take_is_chunked(kernel, monkeypatch):
     for arguments in (delta_arguments(5, key_dim=17), delta_arguments(5, dtype=torch.float64)):
         torch.testing.assert_close(dispatch.delta(*arguments), dispatch.delta(*arguments, backend="chunked"))
     assert not dispatch.delta(*delta_arguments(5, key_dim=17), backend="triton")[0].any()
+    monkeypatch.setattr(dispatch, "MAX_HEADS", 1)
+    arguments = delta_arguments(5)
+    torch.testing.assert_close(dispatch.delta(*arguments), dispatch.delta(*arguments, backend="chunked"))
 
 
 @pytest.mark.parametrize("backend", [None, "reference", "chunked"])
