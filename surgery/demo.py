@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.staging import write_atomic
 from surgery.errors import JobError
 from surgery.evaluation.plots import new_figure, plot_evaluation, save_figure
 
@@ -96,7 +97,7 @@ def run(
     result = summary(output) | {"prompt": PROMPT, "generated": text}
     draw(result, output / "summary.png")
     plot_evaluation(_read(output / "run" / "evaluation" / "after.json"), output / "eval.png")
-    (output / "summary.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_atomic(output / "summary.json", json.dumps(result, indent=2) + "\n")
     return result
 
 

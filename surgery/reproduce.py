@@ -10,6 +10,7 @@ Source: "Memory by Design: Probabilistic Sequence Layers", Sec. 4.1 and Appendix
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surgery.checkpoint.staging import check_file
+from surgery.checkpoint.staging import check_file, write_result
 from surgery.errors import UsageError
 from surgery.kernels import dispatch
 
@@ -163,4 +164,6 @@ def plot(result: Collision, path: str | Path) -> None:
     axes.set(xlabel="write", ylabel="p(B against A), read with B", ylim=(0, 1), xlim=(0.5, start + 0.5))
     axes.set_title(f"overlap {result.settings.overlap:g}, r² = l² = {result.settings.noise:g}", fontsize="medium")
     axes.legend(frameon=False, loc="upper right", fontsize="small")
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=path.suffix[1:].lower())
+    write_result(path, picture.getvalue())

@@ -23,6 +23,7 @@ from surgery.adaptation.parameters import Selection, optimizer, select
 from surgery.adaptation.schedules import BatchShape, DoseSchedule, batch_shape, learning_rate_factor
 from surgery.adaptation.teaching import Body
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
+from surgery.checkpoint.staging import disk_errors_at
 from surgery.errors import JobError
 from surgery.evaluation.loading import load_tokenizer
 from surgery.graft.compiling import compiled_mixers, remark, tested, wanted
@@ -266,7 +267,7 @@ def _train(trainer: Any, phase: Phase, saved: Path | None, folder: Path, options
         options.say(f"phase {phase.label}: {note}")
     trainer.watcher.begin(done, phase.total_steps)
     try:
-        with warnings.catch_warnings(), compiled_mixers(wanted(options.device), tested()):
+        with warnings.catch_warnings(), disk_errors_at(folder), compiled_mixers(wanted(options.device), tested()):
             # torch renames an argument that accelerate passes
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             trainer.train(resume_from_checkpoint=str(saved) if saved else None)

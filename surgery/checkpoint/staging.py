@@ -20,6 +20,7 @@ except ImportError:  # not on Windows: abandoned staging directories then stay u
     fcntl = None
 
 LOCK = ".lock"
+TORCH_SAVE_FAILED = ("PytorchStreamWriter failed writing", "unexpected pos", "iostream error")
 
 
 def check_output(directory: Path) -> Path:
@@ -123,7 +124,7 @@ def staged_directory(final: Path, needed: int = 0) -> Iterator[Path]:
         for directory in reversed(made):
             with contextlib.suppress(OSError):
                 directory.rmdir()
-        if _is_full(error):
+        if is_full(error):
             raise no_space(final) from error
         if isinstance(error, OSError) and error.filename is None:  # of an open file: a quota, a broken disk
             raise JobError(f"{final}: cannot be written or what it is made of read: {error.strerror}") from error
@@ -151,17 +152,53 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if _is_full(error):
-            raise no_space(path.parent) from error
+        if is_full(error):
+            raise no_space(path) from error
         raise
     _sync_directory(path.parent)
 
 
-def _is_full(error: BaseException) -> bool:
+def write_result(path: Path, data: str | bytes) -> None:
+    """Write a file that the user named: in one step where it is an ordinary one, and through where it is a pipe or a
+    device.
+
+    Raises:
+        JobError: the disk is full. What was there before is then still there.
+    """
+    path = Path(path)
+    target = path.resolve()  # through a symbolic link, which stays
+    ordinary = not target.exists() or target.is_file()
+    if ordinary and not str(path).startswith(("/dev/", "/proc/")) and os.access(target.parent, os.W_OK):
+        write_atomic(target, data)
+        return
+    with disk_errors_at(path):
+        path.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def disk_errors_at(place: Path) -> Iterator[None]:
+    """Name the place in a full disk's error, which the system does not do for a file that is open.
+
+    Raises:
+        JobError: the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_full(error):
+            raise no_space(place) from error
+        raise
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk or a quota is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    # safetensors reports the system's error as text
-    return type(error).__name__ == "SafetensorError" and "os error 28" in str(error)
+    # safetensors reports the system's error as text; torch.save only that its file came out too short
+    text = str(error)
+    if type(error).__name__ == "SafetensorError":
+        return "os error 28" in text or "os error 122" in text
+    return isinstance(error, RuntimeError) and any(words in text for words in TORCH_SAVE_FAILED)
 
 
 def _make_parents(directory: Path) -> list[Path]:

@@ -76,7 +76,12 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, OSError) and error.filename is not None:  # says all there is to know
+        from surgery.checkpoint.staging import is_full
+
+        if is_full(error):
+            place = getattr(error, "filename", None) or "the disk that is written to"
+            print(f"error: {place}: no space left\n  free some, or name a directory elsewhere", file=sys.stderr)
+        elif isinstance(error, OSError) and error.filename is not None:  # says all there is to know
             print(f"error: {error.filename}: {error.strerror}\n  check this place and its rights", file=sys.stderr)
         else:
             print(f"error: {type(error).__name__}: {error}\nrun again with --debug for the traceback", file=sys.stderr)

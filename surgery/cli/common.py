@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +53,15 @@ def check_revision(option: str, revision: str | None, model: str) -> None:
 
     if revision is not None and not on_hub(model):
         raise UsageError(f"{option} {revision}: {model} is no hub id, and only those have revisions; leave it out")
+
+
+@contextmanager
+def named(option: str) -> Iterator[None]:
+    """Put the option in front of an error about what it names."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{option} {error}") from None
 
 
 def _allow_pickle(context: typer.Context, value: bool) -> bool:
@@ -114,5 +125,7 @@ def write_json(result: Any, target: str | None) -> bool:
     if target == "-":
         print(text)
         return True
-    Path(target).write_text(text + "\n", encoding="utf-8")
+    from surgery.checkpoint.staging import write_result
+
+    write_result(Path(target), text + "\n")
     return False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.staging import check_file
+from surgery.checkpoint.staging import check_file, write_result
 from surgery.errors import UsageError
 
 MODEL_COLOUR, BASELINE_COLOUR = "#0b6e99", "#9a9a9a"
@@ -29,7 +30,9 @@ def save_figure(figure: Any, path: str | Path) -> Path:
     """
     path = Path(path)
     check_plot_path(path)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format=path.suffix[1:].lower())
+    write_result(path, picture.getvalue())
     return path
 
 

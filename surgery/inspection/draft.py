@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.staging import check_file
+from surgery.checkpoint.staging import check_file, write_atomic
 from surgery.errors import UsageError
 from surgery.inspection.horizon import ranked
 from surgery.inspection.measure import Inspection
@@ -114,13 +114,14 @@ def write_recipe(path: Path, text: str) -> None:
 
     Raises:
         UsageError: the file exists, or its directory does not.
+        JobError: the disk is full.
     """
     from surgery.recipe import load_recipe
 
     check_recipe_path(path)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
+    path.open("x").close()  # whoever made it meanwhile keeps it
     try:
+        write_atomic(path, text)
         load_recipe(path)
     except BaseException:
         path.unlink()
