@@ -42,9 +42,9 @@ from surgery.adaptation.schedules import batch_shape
 from surgery.adaptation.teaching import body_of, layers_since, shares_weights
 from surgery.checkpoint.manifest import FILE, PhaseRecord, RunManifest, read_manifest, write_manifest
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
-from surgery.checkpoint.staging import staged_directory, write_atomic
+from surgery.checkpoint.staging import existing_parent, staged_directory, write_atomic
 from surgery.errors import JobError, UsageError
-from surgery.evaluation.loading import load_tokenizer, locate
+from surgery.evaluation.loading import load_tokenizer, locate, reads_alike
 from surgery.hosts import adapter_for, commit, load_model, resolve
 from surgery.hosts import read_config as completed_config
 from surgery.kernels import dispatch
@@ -82,7 +82,7 @@ def distill(
     options = options or Options()
     # the other processes wait while the first tokenises or measures, however long that takes
     state = PartialState(cpu=options.device == "cpu", timeout=timedelta(days=7))
-    with state.main_process_first():  # which downloads, or converts, where that is needed
+    with state.main_process_first(), recipe.at(("model",)):  # it downloads, or converts, where that is needed
         base = resolve(recipe.model, recipe.revision, offline)
     with state.main_process_first():
         manifest = _begin(recipe, run, base, start, options, offline)
@@ -162,6 +162,8 @@ def _begin(
     recipe: Recipe, run: Path, base: Path, start: str | None, options: Options, offline: bool | None
 ) -> RunManifest:
     """The manifest of a new run, or of an old one that the recipe may continue. Applies where nothing is applied."""
+    if not existing_parent(run / FILE).is_dir():
+        raise UsageError(f"--run {run}: {existing_parent(run / FILE)} is a file; name a directory")
     if (run / FILE).is_file():
         manifest = _continue(recipe, run, start)
     elif run.is_dir() and any(entry.name != "applied" and not entry.name.startswith(".") for entry in run.iterdir()):
@@ -171,7 +173,12 @@ def _begin(
     applied = run / "applied"
     drift = manifest.drift if manifest else None
     if not (applied / "config.json").is_file():
-        drift = _apply(recipe, applied, options, offline) if start is None else _copy(locate(start).path, applied)
+        if start is None:
+            drift = _apply(recipe, applied, options, offline)
+        else:
+            source = locate(start).path
+            _swap(recipe, source, base)  # before it is copied
+            drift = _copy(source, applied)
     elif manifest is None and start is not None:
         _check_same(locate(start).path, applied)
     swap = _swap(recipe, applied, base)
@@ -212,6 +219,11 @@ def _continue(recipe: Recipe, run: Path, start: str | None) -> RunManifest:
         UsageError: it does not; the message names the first difference.
     """
     manifest = read_manifest(run)
+    if not (run / RECIPE).is_file():
+        raise UsageError(
+            f"{run / RECIPE}: is missing, so it is not known with which settings the run was begun\n"
+            "  put it back, or name a new --run"
+        )
     before = load_recipe(run / RECIPE, manifest.overrides)
     old, new = _plain(before), _plain(recipe)
     fixed = [d for key in old if key not in FREE for d in differences(old[key], new[key], key)]
@@ -348,6 +360,12 @@ def _check(
     trainable = [parameter for parameter in body.model.parameters() if parameter.requires_grad]
     original = open_checkpoint(base)
     taught = any(recipe.phases[index].kind in TEACHING for index in pending)
+    if taught and not reads_alike(tokenizer, base):
+        raise recipe.error(
+            ("model",),
+            f"{base} has another tokenizer than {start}, and as the teacher it would read the student's tokens",
+            "name the base that the checkpoint was made from, or train it with next-token phases alone",
+        )
     moved = taught and not shares_weights(body, original)
     dose = current_dose(body)
     for index in pending:

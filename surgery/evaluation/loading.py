@@ -117,6 +117,17 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
     return tokenizer
 
 
+def reads_alike(tokenizer: Any, other: Path) -> bool:
+    """Whether the tokenizer's ids stand for the same tokens in that of the checkpoint ``other``, as far as both have
+    them; a checkpoint without a tokenizer is taken for alike."""
+    try:
+        theirs = load_tokenizer(other).get_vocab()
+    except UsageError:
+        return True
+    mine = {number: token for token, number in tokenizer.get_vocab().items()}
+    return all(mine.get(number, token) == token for token, number in theirs.items())
+
+
 def _where_to_get(path: Path, place: Path | str) -> str:
     """What to do for a checkpoint without a tokenizer."""
     from surgery.hosts.resolve import NEOX, NEOX_FILES, takes_neox
