@@ -55,7 +55,7 @@ def evaluate(
       surgery eval runs/mine --baseline owner/name --baseline-revision v1.0
       surgery eval ./my-model --text book.txt --tokens all --recall-lengths none --json -
     """
-    from surgery.cli.common import check_revision, err, out, pick_device, write_json
+    from surgery.cli.common import check_revision, err, named, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.loading import locate
@@ -77,11 +77,14 @@ def evaluate(
         check_revision("--baseline-revision", baseline_revision, baseline)
     where = pick_device(device)
     target = locate(model, revision)
-    base = None if baseline is None else locate(baseline, baseline_revision)
-    read = load_text(text, "heldout", limit=None if limit is None else 16 * limit)
+    with named("--baseline"):
+        base = None if baseline is None else locate(baseline, baseline_revision)
+    with named("--text"):
+        read = load_text(text, "heldout", limit=None if limit is None else 16 * limit)
     recall = None
     if lengths:
-        hay = load_text(haystack, limit=64 * max(lengths) + 2**20) if haystack is not None else None
+        with named("--haystack"):
+            hay = load_text(haystack, limit=64 * max(lengths) + 2**20) if haystack is not None else None
         recall = RecallPlan(lengths, samples=recall_samples, seed=seed, haystack=hay)
 
     with progress_bars() as bars:

@@ -74,10 +74,11 @@ def inspect(
       surgery inspect bundled:tiny-mamba2 --probe palimpsa --tokens 4k
       surgery inspect ./larger-than-memory --offload --tokens 8k
     """
-    from surgery.cli.common import check_revision, err, out, pick_device, write_json
+    from surgery.cli.common import check_revision, err, named, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.plots import check_plot_path
+    from surgery.evaluation.text import sources
     from surgery.hosts import ADAPTERS
     from surgery.inspection.draft import DEFAULT_MEMORY, MEMORIES, check_recipe_path, draft_recipe, write_recipe
     from surgery.inspection.horizon import check_metric
@@ -103,6 +104,9 @@ def inspect(
         check_plot_path(plot)
     if recipe is not None:
         check_recipe_path(Path(recipe))
+    if text is not None:
+        with named("--text"):
+            sources(text)
     where = pick_device(device)
 
     if static:

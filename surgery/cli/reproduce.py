@@ -61,7 +61,11 @@ def register(app: typer.Typer) -> None:
 
     @group.callback()
     def reproduce() -> None:
-        """Repeat the papers' controlled experiments: measured beside expected."""
+        """Repeat the papers' controlled experiments: measured beside expected.
+
+        [dim]Example[/dim]
+        surgery reproduce collision --plot collision.png
+        """
 
     group.command()(collision)
     app.add_typer(group, name="reproduce")

@@ -136,7 +136,8 @@ class Haystack:
             )
         if len(self.tokens) < length:
             raise UsageError(
-                f"needle recall at {length} tokens: the text holds only {len(self.tokens)}; give a longer text"
+                f"needle recall at {length} tokens: the text holds only {len(self.tokens)}; give a longer text "
+                "or smaller lengths"
             )
         start = rng.choice([0, *self.boundaries[: bisect.bisect_right(self.boundaries, len(self.tokens) - length)]])
         places = [self._nearest(start, room, depth)] + [self._nearest(start, room, rng.random()) for _ in others]

@@ -103,7 +103,7 @@ def sources(spec: Any, root: Path | None = None) -> list[Source]:
     """
     items = list(spec) if isinstance(spec, (list, tuple)) else [spec]
     if not items:
-        raise UsageError("data: the list is empty; name 'bundled', a text file or a hub data set")
+        raise UsageError("the list is empty; name 'bundled', a text file or a hub data set")
     found: list[Source] = []
     for item in items:
         weight, options = 1.0, {}
@@ -112,17 +112,17 @@ def sources(spec: Any, root: Path | None = None) -> list[Source]:
             unknown = set(options) - {"config", "split", "column"}
             if unknown or "path" not in item:
                 raise UsageError(
-                    f"data: {dict(item)!r}: an entry is {{path, weight}}, with config, split, column for a data set"
+                    f"{dict(item)!r}: an entry is {{path, weight}}, with config, split, column for a data set"
                 )
             try:
                 weight = float(item.get("weight", 1.0))
             except (TypeError, ValueError):
                 weight = float("nan")
             if not 0 < weight < float("inf"):
-                raise UsageError(f"data: {item['path']}: weight {item.get('weight')!r} must be a positive number")
+                raise UsageError(f"{item['path']}: weight {item.get('weight')!r} must be a positive number")
             item = item["path"]
         if not isinstance(item, (str, Path)):
-            raise UsageError(f"data: {item!r} is neither 'bundled', a path nor a hub data set")
+            raise UsageError(f"{item!r} is neither 'bundled', a path nor a hub data set")
         places = _resolve(str(item), root)
         found += [Source(kind, name, weight / len(places), {**extra, **options}) for kind, name, extra in places]
     return found
@@ -146,7 +146,7 @@ def documents(spec: Any, part: Part = "train", *, repeat: bool = False, root: Pa
             if not repeat:
                 return
             if not count:
-                raise UsageError(f"data: {describe(spec)} holds no text")
+                raise UsageError(f"{describe(spec)} holds no text")
     readers = [_cycle(source, part) if repeat else source.documents(part) for source in parts]
     read = [0.0] * len(parts)
     while True:
@@ -205,7 +205,7 @@ def _resolve(name: str, root: Path | None) -> list[tuple[Literal["bundled", "fil
         options = dict(item.partition("=")[::2] for item in rest)
         unknown = set(options) - {"config", "split", "column"}
         if unknown or not repository:
-            raise UsageError(f"data: {name}: write hub:NAME,config=...,split=...,column=...")
+            raise UsageError(f"{name}: write hub:NAME,config=...,split=...,column=...")
         return [("hub", repository, options)]
     path = Path(name).expanduser()
     if not path.exists() and root is not None and not path.is_absolute() and (root / path).exists():
@@ -213,13 +213,13 @@ def _resolve(name: str, root: Path | None) -> list[tuple[Literal["bundled", "fil
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.is_file() and _suffix(file) in _TEXT_SUFFIXES)
         if not files:
-            raise UsageError(f"data: the directory {name} holds no text file ({', '.join(sorted(_TEXT_SUFFIXES))})")
+            raise UsageError(f"the directory {name} holds no text file ({', '.join(sorted(_TEXT_SUFFIXES))})")
         return [("file", str(file), {}) for file in files]
     if path.exists():
         return [("file", str(path), {})]
     like_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or _suffix(path) in _TEXT_SUFFIXES
     if like_path:
-        raise UsageError(f"data: {name}: no such file; name a text file, 'bundled' or a data set as hub:NAME")
+        raise UsageError(f"{name}: no such file; name a text file, 'bundled' or a data set as hub:NAME")
     return [("hub", name, {})]
 
 
@@ -335,4 +335,4 @@ def _cycle(source: Source, part: Part) -> Iterator[str]:
         for document in source.documents(part):
             yield document
         if document is None:
-            raise UsageError(f"data: {source.name} holds no text")
+            raise UsageError(f"{source.name} holds no text")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.layout import CONFIG
 from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
 from surgery.checkpoint.remote_code import trusted
 from surgery.errors import UsageError
@@ -64,6 +65,10 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
     if path.is_dir():
         return unpickled(path, model)
     if path.exists():
+        if path.suffix in (".yaml", ".yml"):
+            raise UsageError(f"{model}: a recipe, not a model; give the directory or hub id that its model: names")
+        if (path.parent / CONFIG).is_file():
+            raise UsageError(f"{model}: a file of a model; give its directory: {path.parent}")
         raise UsageError(f"{model}: a file; give the checkpoint's directory")
     if not HUB_ID.fullmatch(model):
         raise UsageError(f"{model}: no such directory, and no hub id (owner/name) or bundled:NAME either")
