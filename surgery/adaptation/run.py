@@ -176,11 +176,11 @@ def _begin(
         if start is None:
             drift = _apply(recipe, applied, options, offline)
         else:
-            source = locate(start).path
+            source = _start(start)
             _swap(recipe, source, base)  # before it is copied
             drift = _copy(source, applied)
     elif manifest is None and start is not None:
-        _check_same(locate(start).path, applied)
+        _check_same(_start(start), applied)
     swap = _swap(recipe, applied, base)
     if manifest is None:
         manifest = RunManifest(
@@ -251,6 +251,13 @@ def _apply(recipe: Recipe, applied: Path, options: Options, offline: bool | None
 
     options.say(f"applying {recipe.name}")
     return apply(recipe, applied, device=options.device, offline=offline).drift
+
+
+def _start(name: str) -> Path:
+    try:
+        return locate(name).path
+    except UsageError as error:
+        raise UsageError(f"--from {error}") from None
 
 
 def _copy(source: Path, applied: Path) -> None:

@@ -173,7 +173,10 @@ def _control(name: str) -> dict[str, Any]:
     run = run_around(path) if path.is_dir() else None
     if run is not None and run != path:
         raise UsageError(f"--control {name}: is a part of the run {run}; give that run, or one of its reports")
-    report = latest_report(locate(name))
+    try:
+        report = latest_report(locate(name))
+    except UsageError as error:
+        raise UsageError(f"--control {error}") from None
     if report is None:
         raise UsageError(
             f"--control {name}: holds no evaluation\n  measure it first: surgery eval {name} --json control.json"

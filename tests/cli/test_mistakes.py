@@ -32,6 +32,22 @@ def test_a_file_given_as_a_model(command, surgery, bases, recipe, tmp_path):
     assert result.code == 2 and f"error: {config}: a file of a model; give its directory: {config.parent}" in result.err
 
 
+def test_a_shipped_recipe_given_as_a_model(surgery):
+    surgery("inspect", "demo-bayesian").refused(2, "demo-bayesian: a shipped recipe, not a model", "take recipes")
+    surgery("inspect", "demo-bayesan").refused(2, "demo-bayesan: no such directory")
+
+
+def test_a_baseline_or_control_that_is_not_there_is_named_by_its_option(surgery, bases, recipe, tmp_path):
+    surgery("eval", bases["mamba2"], "--baseline", "absent").refused(2, "error: --baseline absent: no such directory")
+    swapped = tmp_path / "swapped"
+    assert surgery("apply", recipe, "--output", swapped, "--drift", "skip").code == 0
+    result = surgery("export", swapped, "--output", tmp_path / "out", "--control", "absent")
+    assert result.code == 2 and "error: --control absent: no such directory" in result.err, result.err
+    result = surgery("distill", recipe, "--run", tmp_path / "run", "--from", "absent")
+    result.refused(2, "error: --from absent: no such directory")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("command", ["validate", "apply", "distill"])
 def test_a_directory_given_as_a_recipe(command, surgery, bases, tmp_path):
     more = {"apply": ["--output", tmp_path / "out"], "distill": ["--run", tmp_path / "out"]}.get(command, [])
