@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.reading import Checkpoint
@@ -97,19 +98,32 @@ def _texts(recipe: Recipe, checkpoint: Checkpoint | None) -> list[dict[str, Any]
         path = ("phases", index, "data") if phase.data else ("data",)
         want(path, recipe.data_for(phase), 1 if phase.kind == "instruct" else phase.context, "train")
     want(("evaluation", "text"), recipe.evaluation_text, 2, "heldout")
-    return [_text(recipe, checkpoint, *item) for item in wanted.values()]
+    found = [_text(recipe, checkpoint, *item) for item in wanted.values()]
+    if checkpoint is not None and recipe.phases and not _of_hub(recipe.evaluation_text, recipe.path.parent):
+        from surgery.adaptation import measuring
+
+        measuring.check(recipe, base_tokenizer(recipe, checkpoint.directory))
+        lengths = ", ".join(map(str, recipe.evaluation.recall.lengths))
+        found.append(_check("recall", f"the evaluation's text holds needle prompts of {lengths} tokens"))
+    return found
+
+
+def _of_hub(spec: Any, root: Path) -> bool:
+    from surgery.evaluation.text import sources
+
+    return any(source.kind == "hub" for source in sources(spec, root))
 
 
 def _text(
     recipe: Recipe, checkpoint: Checkpoint | None, path: KeyPath, spec: Any, context: int, part: str
 ) -> dict[str, Any]:
-    from surgery.evaluation.text import describe, load_text, sources
+    from surgery.evaluation.text import describe, load_text
     from surgery.evaluation.tokens import encode, require_context
 
     root = recipe.path.parent
     with recipe.at(path):
         name = describe(spec, part)
-        if any(source.kind == "hub" for source in sources(spec, root)):
+        if _of_hub(spec, root):
             return _check("text", f"{name}: a data set of the hub", checked=False)
         if context == 1:
             return _check("text", f"{name}: found; its questions and answers are read when the phase starts")

@@ -213,7 +213,7 @@ def _resolve(name: str, root: Path | None) -> list[tuple[Literal["bundled", "fil
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.is_file() and _suffix(file) in _TEXT_SUFFIXES)
         if not files:
-            raise UsageError(f"the directory {name} holds no text file ({', '.join(sorted(_TEXT_SUFFIXES))})")
+            raise UsageError(f"{name}: a directory without a text file ({', '.join(sorted(_TEXT_SUFFIXES))})")
         return [("file", str(file), {}) for file in files]
     if path.exists():
         return [("file", str(path), {})]

@@ -73,6 +73,18 @@ def test_a_text_that_is_not_there_is_named_by_its_option_or_line(surgery, bases,
     surgery("validate", path).refused(2, f"error: {path}:4: data: {absent}: {remedy}")
 
 
+def test_validate_knows_that_a_recall_length_is_longer_than_the_text(surgery, bases, recipe_for, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("A sentence of some words. " * 30)  # as many tokens as bytes: 780
+    more = PHASES.replace("KIND", "next-token") + f"evaluation: {{text: {text}, recall: {{lengths: [300, LONG]}}}}\n"
+    path = recipe_for(bases["mamba2"], more=more.replace("LONG", "900"))
+    result = surgery("validate", path)
+    result.refused(2, f"error: {path}:6: evaluation.recall.lengths[1]: needle recall at 900 tokens", "only 780")
+    path = recipe_for(bases["mamba2"], more=more.replace("LONG", "700"))
+    result = surgery("validate", path)
+    assert result.code == 0 and "300, 700 tokens" in result.out, result.err
+
+
 @pytest.mark.parametrize("command", ["validate", "apply", "distill"])
 def test_a_model_that_is_not_there_is_named_by_its_line(command, surgery, recipe_for, tmp_path):
     path = recipe_for("./absent", more=PHASES.replace("KIND", "next-token"))
