@@ -43,7 +43,15 @@ def locate(model: str, revision: str | None = None) -> Located:
     """
     from surgery.hosts import resolve
 
-    path = resolve(model, revision)
+    try:
+        path = resolve(model, revision)
+    except UsageError:
+        from surgery.recipe import shipped
+
+        if model in shipped():
+            remedy = "validate, apply and distill take recipes"
+            raise UsageError(f"{model}: a shipped recipe, not a model; {remedy}") from None
+        raise
     if (path / RUN_FILE).is_file():
         return Located(model, latest_model(path), path)
     if not (path / CONFIG).is_file():

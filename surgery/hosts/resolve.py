@@ -71,10 +71,6 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
             raise UsageError(f"{model}: a file of a model; give its directory: {path.parent}")
         raise UsageError(f"{model}: a file; give the checkpoint's directory")
     if not HUB_ID.fullmatch(model):
-        from surgery.recipe import shipped  # for the message alone
-
-        if model in shipped():
-            raise UsageError(f"{model}: a shipped recipe, not a model; validate, apply and distill take recipes")
         raise UsageError(f"{model}: no such directory, and no hub id (owner/name) or bundled:NAME either")
     files = (*FILES, *(("*.py",) if trusted() else ()))
     found = _download(model, revision, offline, files)

@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from surgery.checkpoint.layout import CONFIG, RUN_FILE
 from surgery.errors import UsageError
 
 KeyPath = tuple[str | int, ...]
@@ -82,9 +81,9 @@ def read_document(path: Path) -> Document:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except IsADirectoryError:
-        if (path / RUN_FILE).is_file():
+        if (path / "run.json").is_file():
             raise failure(str(path), (), "is a run, not a recipe", f"its recipe is {path / 'recipe.yaml'}") from None
-        if (path / CONFIG).is_file():
+        if (path / "config.json").is_file():
             remedy = f"have one written for it: surgery inspect {path} --recipe mine.yaml"
             raise failure(str(path), (), "is a model, not a recipe", remedy) from None
         raise failure(str(path), (), "is a directory, not a recipe", "name the YAML file inside it") from None
