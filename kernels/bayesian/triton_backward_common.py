@@ -36,6 +36,14 @@ def load_logs(logs, size, C: tl.constexpr):
 
 
 @triton.jit
+def ratios_to_end(logs, size, high, low, C: tl.constexpr):
+    """[C] products of the steps after each of C tokens, whose logarithms stand at ``logs`` and are ``high`` and
+    ``low``."""
+    end_high, end_low = load_logs(logs + C - 1, size, 1)
+    return tl.exp((end_high - high) + (end_low - low))
+
+
+@triton.jit
 def lower_ratios(high, low, C: tl.constexpr):
     """[C, C] products of a step over s < j <= t at [t, s]; zeros above the diagonal."""
     i, j = positions(C)

@@ -17,6 +17,7 @@ from .triton_backward_common import (
     load_rows,
     lower_ratios,
     positions,
+    ratios_to_end,
     store_block,
     store_rows,
 )
@@ -114,8 +115,7 @@ def _shrink_kernel(
     r = tl.load(scalars + SHRINK * size + at)
     own = x * h * h * tl.load(dgains + at)
     high, low = load_logs(logs + bh * padded + first, size, C)
-    end_high, end_low = load_logs(logs + bh * padded + first + C - 1, size, 1)
-    to_end = tl.exp((end_high - high) + (end_low - low))
+    to_end = ratios_to_end(logs + bh * padded + first, size, high, low, C)
     i, j = positions(C)
     with_keys = tl.zeros((C, C), tl.float32)
     with_gradients = tl.zeros((C, C), tl.float32)

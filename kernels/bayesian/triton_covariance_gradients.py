@@ -17,6 +17,7 @@ from .triton_backward_common import (
     load_rows,
     lower_ratios,
     positions,
+    ratios_to_end,
     store_block,
     store_rows,
 )
@@ -41,8 +42,7 @@ def _known_gradient_kernel(
     dP += (bh * (chunks + 1) + chunk + 1) * (K * K)
     logs += bh * padded + first
     high, low = load_logs(logs, size, C)
-    end_high, end_low = load_logs(logs + C - 1, size, 1)
-    to_end = tl.exp((end_high - high) + (end_low - low))
+    to_end = ratios_to_end(logs, size, high, low, C)
     weight = -2 * to_end * to_end * tl.load(scalars + SHRINK * size + at) * tl.load(gains + at)
     left = tl.zeros((C,), tl.float32)
     with_key = tl.zeros((C,), tl.float32)
@@ -131,8 +131,7 @@ def _elimination_gradient_kernel(
     h = tl.load(gains + at)
     r = tl.load(scalars + SHRINK * size + at)
     high, low = load_logs(logs, size, C)
-    end_high, end_low = load_logs(logs + C - 1, size, 1)
-    to_end = tl.exp((end_high - high) + (end_low - low))
+    to_end = ratios_to_end(logs, size, high, low, C)
     i, j = positions(C)
     nothing = tl.zeros((C, C), tl.float32)
 
@@ -229,8 +228,7 @@ def _scalars_gradient_kernel(
     dratio = load_block(dfactors + place * (C * C), 0, 0, C, C, C, C, True)
     dratio += of_pairs * (scale * gathered)[None, :]
     dratio += 2 * either * dgathered[:, None] * tl.load(scalars + NOISE * size + at)[None, :]
-    end_high, end_low = load_logs(logs + C - 1, size, 1)
-    weight = tl.exp((end_high - high) + (end_low - low)) * tl.load(scalars + SHRINK * size + at) * tl.load(gains + at)
+    weight = ratios_to_end(logs, size, high, low, C) * tl.load(scalars + SHRINK * size + at) * tl.load(gains + at)
     dratio += tl.where(i == C - 1.0, (-2 * weight * tl.load(leaving + at))[None, :], 0.0)
     store_block(dfactors + place * (C * C), dratio, 0, 0, C, C, C, C, True)
 

@@ -28,6 +28,7 @@ from .triton_backward_common import (
     load_rows,
     lower_ratios,
     positions,
+    ratios_to_end,
     steps_gradient,
     store_block,
     store_rows,
@@ -239,8 +240,7 @@ def _mean_scalars_kernel(
     at = bh * padded + chunk * C + tl.arange(0, C)
     logs += bh * padded + chunk * C
     high, low = load_logs(logs, size, C)
-    end_high, end_low = load_logs(logs + C - 1, size, 1)
-    to_end = tl.exp((end_high - high) + (end_low - low))
+    to_end = ratios_to_end(logs, size, high, low, C)
     direction = tl.zeros((C,), tl.float32)
     erased = tl.zeros((C,), tl.float32)
     dsince = tl.zeros((C,), tl.float32)
