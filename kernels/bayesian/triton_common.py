@@ -7,6 +7,8 @@ scalars those of a token that leaves the state as it is.
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import NamedTuple
 
 import torch
@@ -304,6 +306,14 @@ def tables(shape: Shape, scalars: tuple[Tensor, ...]) -> Table:
         *scalars, table, logs, shape.tokens, shape.heads, shape.padded, C=CHUNK, num_warps=4
     )
     return Table(table, logs)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def exact(k: Tensor, precision: str = "tf32") -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from .triton_backward_common import in_float32, steps_gradient_kernel
-from .triton_common import CHUNK, OPTIONS, Shape, Table, exact
+from .triton_common import CHUNK, OPTIONS, Shape, Table, exact, shared_memory
 from .triton_covariance_adjoint import (
     _closed_loop_kernel,
     _congruence_kernel,
@@ -54,8 +54,9 @@ class Layout(NamedTuple):
 
 
 LAYOUT = Layout(block=64, part=64, stages=3)
-# for r != x, where shared memory does not hold as much
-SHRINKING = LAYOUT._replace(part=32, stages=2)
+# where shared memory does not hold as much: for r != x, and on GPUs that have less than the walk takes
+SMALLER = LAYOUT._replace(part=32, stages=2)
+WALK_BYTES = 192 * 2**10  # with keys of more than 64; SMALLER's walk takes 64 KB, for r != x 128
 
 
 class CovarianceGradients(NamedTuple):
@@ -153,7 +154,7 @@ def _covariance_adjoint(
     )
     del pulls
     scratch = torch.empty(shape.programs, *square, dtype=torch.float32, device=k.device)
-    walk = LAYOUT if unit_gain else SHRINKING
+    walk = LAYOUT if unit_gain and shared_memory(k.device) >= WALK_BYTES else SMALLER
     digits = {**digits, "num_stages": walk.stages}
     _covariance_adjoint_kernel[(shape.programs,)](
         phi, F, psi, scratch, gains, table.scalars, precision, solve, base, lam, dP, shape.heads, shape.chunks,

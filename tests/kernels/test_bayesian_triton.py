@@ -232,6 +232,29 @@ def test_half_precision_keys_beside_float32_queries(monkeypatch):
 
 
 @interpreted
+def test_a_gpu_of_less_shared_memory(monkeypatch):
+    """The walk back in narrower parts is the same walk."""
+    from surgery.kernels.bayesian import triton_covariance_backward as module
+    from surgery.kernels.bayesian.triton import bayesian
+
+    single = cast(problem("gdn", 20, heads=1, key_dim=72), torch.float32)
+    weights = weights_for(single)
+    expected = gradients(bayesian, single, "gdn", weights)
+    parts = []
+    kernel = module._covariance_adjoint_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: parts.append(options["BK"]) or kernel[grid](*args, **options)
+
+    monkeypatch.setattr(module, "_covariance_adjoint_kernel", Watched())
+    for size in (227, 163):
+        monkeypatch.setattr(module, "shared_memory", lambda device, size=size: size * 2**10)
+        assert_close(gradients(bayesian, single, "gdn", weights), expected, 1e-5)
+    assert parts == [64, 32]
+
+
+@interpreted
 def test_segments_change_nothing(monkeypatch, nan_filled):
     """The passes go along the chunks in parts, each pass a part behind the one before."""
     from surgery.kernels.bayesian import triton_streams
