@@ -181,7 +181,8 @@ class GatedDeltaNetConfig(PreTrainedConfig):
         kinds = ["linear_attention"] * self.num_hidden_layers
         for one in self._attention():
             windowed = one.get("window_size") is not None and self.sliding_window is not None
-            for layer in one.get("layers") or ():
+            # what is no index of a layer is told when the model is built
+            for layer in set(one.get("layers") or ()).intersection(range(self.num_hidden_layers)):
                 kinds[layer] = "sliding_attention" if windowed else "full_attention"
         return kinds
 

@@ -144,7 +144,7 @@ def test_the_command_line_end_to_end(tmp_path, prose, capsys, monkeypatch):
     phases = [{"kind": "hidden", "steps": 2, "context": 32, "batch": 64, "warmup": 0, "learning_rate": 1.0e-3}]
     recipe = write_recipe(
         tmp_path, base, case.swapped, data=str(prose), phases=phases,
-        evaluation={"text": str(prose), "recall": {"lengths": [128]}},
+        evaluation={"text": str(prose), "recall": {"lengths": [256]}},
     )  # fmt: skip
     surgery("validate", recipe, "--json", "-")
     surgery("apply", recipe, "--output", tmp_path / "applied", "--json", "-")
