@@ -57,7 +57,8 @@ def _has(rule: str, backend: str) -> bool:
     if backend != "triton" or importlib.util.find_spec("triton") is None or importlib.util.find_spec(name) is None:
         return False
     module = importlib.import_module(name)
-    _LIMITS[rule] = getattr(module, "MAX_KEY", math.inf), getattr(module, "MAX_VALUE", math.inf)
+    key_dim = module.max_key() if hasattr(module, "max_key") else getattr(module, "MAX_KEY", math.inf)
+    _LIMITS[rule] = key_dim, getattr(module, "MAX_VALUE", math.inf)
     _FORMS[rule, backend] = getattr(module, rule)
     return True
 

@@ -12,13 +12,29 @@ from torch import Tensor
 
 from ..chunks import MAX_HEADS, check, compute_dtype, on_its_device, without_autocast
 from . import reference
-from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, Shape, mean_precision, tables
+from .triton_common import (
+    CHUNK,
+    MAX_KEY,
+    MAX_VALUE,
+    SHARED_BYTES,
+    SMALL_KEY,
+    Shape,
+    mean_precision,
+    shared_memory,
+    tables,
+)
 from .triton_covariance import covariance, prepare
 from .triton_covariance_backward import covariance_backward
 from .triton_decode import step
 from .triton_mean import buffers, mean
 from .triton_mean_backward import mean_backward
 from .triton_streams import beside, segments
+
+
+def max_key() -> int:
+    """The widest keys that the kernels are picked for: what the least of this machine's GPUs takes."""
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return MAX_KEY if all(shared_memory(device) >= SHARED_BYTES for device in devices) else SMALL_KEY
 
 
 @torch.library.custom_op("surgery::bayesian", mutates_args=())

@@ -19,6 +19,9 @@ from torch import Tensor
 # tokens between the boundary states that are kept
 CHUNK = 64
 MAX_KEY, MAX_VALUE = 256, 512
+# bytes of shared memory below which a GPU takes keys of at most SMALL_KEY: an A100 has 163 KB a program, many later
+# cards for workstations 99, and the backward pass's largest kernels take 104 KB with keys of 128, 128 with 256
+SHARED_BYTES, SMALL_KEY = 160 * 2**10, 64
 
 # products with a sum become one instruction: newer releases of Triton ask for that explicitly
 OPTIONS = {"enable_fp_fusion": True}

@@ -93,6 +93,20 @@ def test_what_a_kernel_cannot_take_is_chunked(kernel, monkeypatch):
     torch.testing.assert_close(dispatch.delta(*arguments), dispatch.delta(*arguments, backend="chunked"))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(("least", "key_dim"), [(228, 256), (163, 256), (99, 64)])
+def test_keys_are_as_wide_as_the_least_gpu_takes(monkeypatch, least, key_dim):
+    """KB of shared memory of an H200 and, beside it, another, an A100, or a card with less."""
+    from surgery.kernels.bayesian import triton
+
+    kilobytes = {0: 228, 1: least}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kilobytes))
+    monkeypatch.setattr(triton, "shared_memory", lambda device: kilobytes[device.index] * 1024)
+    dispatch._FORMS.pop(("bayesian", "triton"), None)
+    assert dispatch._has("bayesian", "triton")
+    assert dispatch._LIMITS["bayesian"] == (key_dim, triton.MAX_VALUE)
+
+
 @pytest.mark.parametrize("backend", [None, "reference", "chunked"])
 def test_the_form_asked_for_runs(monkeypatch, backend):
     """Every argument of every rule reaches the form that was asked for."""
