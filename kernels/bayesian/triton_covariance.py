@@ -12,8 +12,8 @@ block's columns take from the tokens behind it are two products.
 P lives in device memory between the chunks (the backward pass wants it there), and in the second-level cache in truth.
 Every product that involves P, S or U keeps float32's digits: six passes of bf16, or three where the keys are bf16.
 
-P's blocks below the diagonal are those above it, turned. Within a block on the diagonal the last product is the same sum
-for [i, j] and [j, i], up to the order of its smallest terms, so P stays symmetric to its last digit there too.
+P's blocks below the diagonal are those above it, turned. Within a block on the diagonal the last product is the same
+sum for [i, j] and [j, i], up to the order of its smallest terms, so P stays symmetric to its last digit there too.
 """
 
 # Triton's compiler joins tuples by addition alone

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
+
+# beside the tests, which are imported without a package
+_spec = importlib.util.spec_from_file_location("bayesian_problems", Path(__file__).parent / "bayesian_problems.py")
+sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules[_spec.name])
 
 Arguments = dict[str, Tensor]
 
@@ -206,3 +214,14 @@ class Contract:
 @pytest.fixture
 def contract() -> type[Contract]:
     return Contract
+
+
+@pytest.fixture
+def nan_filled():
+    """What a kernel leaves unwritten shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
