@@ -70,6 +70,7 @@ def test_padding_equals_upstream(case, model, upstream, text):
 
 
 def test_packed_documents_equal_each_alone(case, model, upstream):
+    model.to(case.dtype)  # a bare mixer with a short text magnifies rounding: 3e-5 in a rare draw
     documents = [torch.randint(3, 256, (1, length)) for length in (9, 2, 17, 1)]
     packed = torch.cat(documents, dim=1)
     reset = torch.zeros_like(packed, dtype=torch.bool)
