@@ -52,13 +52,13 @@ def _bayesian(
     products = mean_precision(q, k, v)
     precision = precision.contiguous()
     work = prepare(shape, k, table, start_covariance, keep)
-    through = buffers(shape, start_mean)
+    through = buffers(shape, start_mean, keep)
     o = torch.empty_like(v)
     with beside(k.device) as ahead:
         for begin, end in segments(shape.chunks):
             with ahead():
                 covariance(shape, k, table, precision, work, keep, begin, end)
-            mean(shape, q, k, v, table, work.U, work.gains, through, o, products, begin, end)
+            mean(shape, q, k, v, table, work.U, work.gains, through, o, products, keep, begin, end)
     # the covariance is symmetric up to its last digit; the state is to the bit
     state = torch.cat((through.means[:, :, -1], 0.5 * (work.last + work.last.mT)), dim=-1)
     kept = (work.U, work.gains, work.P, *through)

@@ -5,9 +5,9 @@ added; its elimination gives the gains h and the inverse J of the unit lower fac
 
     U = (R * J) (C K P + N K)        P <- C P + N I - (sqrt(w) U)^T (sqrt(w) U),    w_s = C/C_s r_s h_s
 
-The elimination goes by blocks of 16 tokens. Every warp holds all of a block, a row of S and of J in a register, so its
-tokens need no barrier, and a token's chain is one exchange between lanes, one reciprocal and a few products. What the
-block's columns take from the tokens behind it are two products.
+The elimination goes by halves of a chunk, 32 tokens. Every warp holds all of a half, a row of S and of J in one register
+of each lane, so its tokens need no barrier, and a token's chain is one exchange between lanes, one reciprocal and a few
+products. What the first half's columns take from the second is three small products.
 
 P lives in device memory between the chunks (the backward pass wants it there), and in the second-level cache in truth.
 Every product that involves P, S or U keeps float32's digits: six passes of bf16, or three where the keys are bf16.
@@ -39,7 +39,6 @@ from .triton_common import (
     covariance_precision,
     dot,
     exact,
-    join_unit_lower,
     load_matrix,
     load_tokens,
     store_matrix,
@@ -52,23 +51,25 @@ def _entry(row, i: tl.constexpr):
     return tl.gather(row, tl.full(row.shape, i, tl.int32), 0)
 
 
-@triton.jit
-def eliminate(square, observation, shrink, precision, gains, inverse, zero, STRIDE: tl.constexpr, B: tl.constexpr):
+@triton.jit(noinline=True)
+def eliminate(square, observation, shrink, precision, gains, inverse, STRIDE: tl.constexpr, B: tl.constexpr):
     """The gains h [B] of the symmetric S [B, B] at ``square`` and the inverse J [B, B] of its unit lower factor, whose
     column s is r_s h_s times that of what columns before s left of S, with h_s = 1 / (y_s + x left[s, s]).
 
-    A row is a vector of 2 B entries: first that of what is left of S, which is its column too, then that of J. Two
-    tokens go at once: the second's gain comes from the determinant of both, beside the first's, so that a pair waits
-    for one reciprocal. ``square`` and ``inverse`` have rows of STRIDE entries, the others are contiguous.
+    In place: the columns up to s hold J, those after s what is left of S. A row is a vector that every warp holds; with
+    B = 32, one entry a lane. Two tokens go at once: the second's gain comes from the determinant of both, beside the
+    first's, so that a pair waits for one reciprocal.
+
+    A function of its own in the machine code, not for its calls' sake: some of the compiler's passes look at every
+    operation that a product or an access depends on, for each of them, and took minutes.
     """
-    lane = tl.arange(0, 2 * B) + zero
+    lane = tl.arange(0, B)
     rows = ()
     for s in tl.static_range(B):
-        row = tl.load(square + s * STRIDE + lane, mask=lane < B, other=0.0)
-        rows = rows + (tl.where(lane == B + s, 1.0, row),)
-    y = tl.load(observation + lane, mask=lane < B, other=1.0)
-    r = tl.load(shrink + lane, mask=lane < B, other=0.0)
-    found = tl.zeros((2 * B,), tl.float32)
+        rows = rows + (tl.load(square + s * STRIDE + lane),)
+    y = tl.load(observation + lane)
+    r = tl.load(shrink + lane)
+    found = tl.zeros((B,), tl.float32)
     for s in tl.static_range(0, B, 2):
         between = _entry(rows[s], s + 1)
         one = _entry(y, s) + precision * _entry(rows[s], s)
@@ -79,23 +80,29 @@ def eliminate(square, observation, shrink, precision, gains, inverse, zero, STRI
         found = tl.where(lane == s, first, tl.where(lane == s + 1, second, found))
         weight *= first
         across = weight * between
-        row = rows[s + 1] - across * rows[s]
-        scaled = weight * rows[s]
-        scaled_next = _entry(r, s + 1) * second * row
+        row = tl.where(lane == s, 1.0, rows[s])
+        row_next = tl.where(lane == s, 0.0, rows[s + 1]) - across * row
+        row = tl.where(lane == s + 1, 0.0, row)
+        row_next = tl.where(lane == s + 1, 1.0, row_next)
+        scaled = weight * row
+        scaled_next = _entry(r, s + 1) * second * row_next
+        done = (lane == s) | (lane == s + 1)
         updated = ()
         for i in tl.static_range(B):
             if i > s + 1:
                 entry = _entry(rows[s], i)
                 entry_next = _entry(rows[s + 1], i) - across * entry
-                updated = updated + (rows[i] - entry * scaled - entry_next * scaled_next,)
+                updated = updated + (tl.where(done, 0.0, rows[i]) - entry * scaled - entry_next * scaled_next,)
             elif i == s + 1:
-                updated = updated + (row,)
+                updated = updated + (tl.where(lane > s + 1, 0.0, row_next),)
+            elif i == s:
+                updated = updated + (tl.where(lane > s, 0.0, row),)
             else:
                 updated = updated + (rows[i],)
         rows = updated
-    tl.store(gains + lane, found, mask=lane < B)
+    tl.store(gains + lane, found)
     for s in tl.static_range(B):
-        tl.store(inverse + s * STRIDE + lane - B, rows[s], mask=lane >= B)
+        tl.store(inverse + s * STRIDE + lane, rows[s])
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "padded"])
@@ -138,6 +145,7 @@ def _covariance_kernel(
     K: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, C: tl.constexpr, B: tl.constexpr, KEEP: tl.constexpr,
     DIAGONAL: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
+    tl.static_assert(C == 2 * B)
     bh = tl.program_id(0).to(tl.int64)
     padded = chunks * C
     size = tl.num_programs(0).to(tl.int64) * padded
@@ -152,13 +160,10 @@ def _covariance_kernel(
     P += bh * (tl.where(KEEP, chunks + 1, 2) * tl.full((), K * K, tl.int64))
     ratio += (bh * chunks + begin) * (C * C)
     noise += (bh * chunks + begin) * (C * C)
-    # [C, C] each: the factor, then its inverse; what is left of S. And the positions, from memory, since the compiler
-    # makes wrong masks of those that it knows
-    factor = scratch + bh * (2 * C * C + C)
-    panel = factor + C * C
-    positions = panel + C * C
-    tl.store(positions + tl.arange(0, C), tl.arange(0, C).to(tl.float32))
-    tl.debug_barrier()
+    # [C, C] each: J, whose upper half stays zero, and S
+    inverse = scratch + bh * (2 * C * C)
+    square = inverse + C * C
+    store_matrix(inverse, tl.zeros((C, C), tl.float32), 0, 0, C, C, C, C)
     for chunk in range(begin, end):
         # zero, but not to the compiler, which would work out hundreds of addresses before the loop, only to keep them
         # in memory
@@ -187,27 +192,29 @@ def _covariance_kernel(
             predicted = predicted + (q,)
         left = since[:, None] * since[None, :] * shared + load_matrix(noise, zero, zero, C, C, C, C)
 
-        for block in range(C // B):
-            start = block * B
-            store_matrix(panel, left, zero, zero, C, C, C, C)
-            tl.debug_barrier()
-            eliminate(
-                panel + start * C + start, observation + first + start, shrink + first + start, x,
-                gains + first + start, factor + start * C + start, zero, C, B,
-            )
-            tl.debug_barrier()
-            if block < C // B - 1:
-                behind = (tl.load(positions + t) >= start + B)[:, None]
-                columns = tl.load(panel + t[:, None] * C + (start + b)[None, :], mask=behind, other=0.0)
-                inverse = tl.load(factor + (start + b)[:, None] * C + (start + b)[None, :])
-                columns = dot(columns, tl.trans(inverse), tl.zeros((C, B), tl.float32), False, False, PRECISION)
-                weight = tl.load(shrink + first + start + b) * tl.load(gains + first + start + b)
-                weighted = columns * weight[None, :]
-                tl.store(factor + t[:, None] * C + (start + b)[None, :], weighted, mask=behind)
-                left = dot(-weighted, tl.trans(columns), left, False, False, PRECISION)
-        join_unit_lower(factor + zero, C, PRECISION)
-
-        mixing = load_matrix(ratio, zero, zero, C, C, C, C) * load_matrix(factor, zero, zero, C, C, C, C)
+        # by halves: what the first takes from the second, and J's lower corner, are products
+        store_matrix(square, left, zero, zero, C, C, C, C)
+        tl.debug_barrier()
+        eliminate(square, observation + first, shrink + first, x, gains + first, inverse, C, B)
+        tl.debug_barrier()
+        none = tl.zeros((B, B), tl.float32)
+        upper = load_matrix(inverse, zero, zero, C, C, B, B)
+        columns = dot(load_matrix(square, B + zero, zero, C, C, B, B), tl.trans(upper), none, False, False, PRECISION)
+        weighted = columns * (tl.load(shrink + first + b) * tl.load(gains + first + b))[None, :]
+        left = load_matrix(square, B + zero, B + zero, C, C, B, B)
+        left = dot(-weighted, tl.trans(columns), left, False, False, PRECISION)
+        store_matrix(square, left, B + zero, B + zero, C, C, B, B)
+        between = dot(weighted, upper, none, False, False, PRECISION)
+        tl.debug_barrier()
+        corner = B * (C + 1)
+        eliminate(
+            square + corner, observation + first + B, shrink + first + B, x, gains + first + B, inverse + corner, C, B
+        )
+        tl.debug_barrier()
+        lower = load_matrix(inverse, B + zero, B + zero, C, C, B, B)
+        store_matrix(inverse, dot(-lower, between, none, False, False, PRECISION), B + zero, zero, C, C, B, B)
+        tl.debug_barrier()
+        mixing = load_matrix(ratio, zero, zero, C, C, C, C) * load_matrix(inverse, zero, zero, C, C, C, C)
         ratio += C * C
         noise += C * C
         to_end = tl.load(decays + size + first + t)
@@ -249,7 +256,7 @@ class Layout(NamedTuple):
     precision: str  # of the products
 
 
-LAYOUT = Layout(block=64, warps=4, precision=covariance_precision())
+LAYOUT = Layout(block=128, warps=8, precision=covariance_precision())
 
 
 class Covariance(NamedTuple):
@@ -270,7 +277,7 @@ def prepare(shape: Shape, k: Tensor, table: Table, start: Tensor, keep: bool) ->
         shape.batch, shape.heads, slots, shape.key_dim, shape.key_dim, dtype=torch.float32, device=k.device
     )
     P[:, :, 0] = start
-    scratch = torch.empty(shape.programs, 2 * CHUNK * CHUNK + CHUNK, dtype=torch.float32, device=k.device)
+    scratch = torch.empty(shape.programs, 2 * CHUNK * CHUNK, dtype=torch.float32, device=k.device)
     ratio, noise = torch.empty(2, shape.programs, shape.padded, CHUNK, dtype=torch.float32, device=k.device)
     decays = torch.empty(2, shape.programs, shape.padded, dtype=torch.float32, device=k.device)
     width, blocks = shape.key_blocks(128)
@@ -290,7 +297,7 @@ def covariance(
     width, blocks = shape.key_blocks(LAYOUT.block)
     _covariance_kernel[(shape.programs,)](
         k, table.scalars, precision, *work.chunks, work.P, work.U, work.gains, work.scratch, shape.tokens, shape.heads,
-        shape.groups, shape.chunks, begin, end, K=shape.key_dim, BD=width, NB=blocks, C=CHUNK, B=16, KEEP=keep,
+        shape.groups, shape.chunks, begin, end, K=shape.key_dim, BD=width, NB=blocks, C=CHUNK, B=CHUNK // 2, KEEP=keep,
         DIAGONAL=triton.next_power_of_2(shape.key_dim), EXACT=exact(k, LAYOUT.precision), PRECISION=LAYOUT.precision,
         num_warps=LAYOUT.warps, num_stages=1, **OPTIONS,
     )

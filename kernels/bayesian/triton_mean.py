@@ -73,17 +73,17 @@ def _coupling_kernel(
 
 @triton.jit(do_not_specialize=["T", "H", "G", "chunks", "begin", "end"])
 def _mean_kernel(
-    k, v, U, gains, scalars, logs, inverse, means, errors, T, H, G, chunks, begin, end,
+    q, k, v, U, gains, scalars, logs, inverse, reads, means, errors, o, T, H, G, chunks, begin, end,
     K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     column = tl.program_id(0) * BV
     bh = tl.program_id(1).to(tl.int64)
     padded = chunks * C
     size = tl.num_programs(1).to(tl.int64) * padded
-    keys = k + (bh // H * T * G + (bh % H) // (H // G)) * K
-    values = v + (bh // H * T * H + bh % H) * V
-    means += (bh * (chunks + 1) + begin) * (K * V)
+    keys = (bh // H * T * G + (bh % H) // (H // G)) * K
+    values = (bh // H * T * H + bh % H) * V
+    means += (bh * (chunks + 1) + begin if KEEP else bh) * (K * V)
     mean = ()
     for i in tl.static_range(NB):
         mean = mean + (load_matrix(means, i * BD, column, K, V, BD, BV),)
@@ -96,52 +96,40 @@ def _mean_kernel(
         to_end = tl.load(gains + at) * tl.exp((last - log).to(tl.float32))
         whole = tl.exp(last.to(tl.float32))
         known = tl.zeros((C, BV), tl.float32)
+        read = tl.zeros((C, BV), tl.float32)
         for i in tl.static_range(NB):
-            kk = load_tokens(keys, first, T, G * K, i * BD, K, C, BD)
-            known = dot(kk, nearest_tf32(mean[i], PRECISION), known, EXACT, False, PRECISION)
+            m = nearest_tf32(mean[i], PRECISION)
+            kk = load_tokens(k + keys, first, T, G * K, i * BD, K, C, BD)
+            known = dot(kk, m, known, EXACT, False, PRECISION)
+            qq = load_tokens(q + keys, first, T, G * K, i * BD, K, C, BD)
+            read = dot(qq, m, read, EXACT, False, PRECISION)
+        read *= tl.exp(log.to(tl.float32))[:, None]
         error = tl.load(scalars + WRITE * size + at)[:, None] * load_tokens(
-            values, first, T, H * V, column, V, C, BV
+            v + values, first, T, H * V, column, V, C, BV
         )
         error -= since[:, None] * known
         solve = nearest_tf32(load_matrix(inverse + (bh * chunks + chunk) * (C * C), 0, 0, C, C, C, C), PRECISION)
         none = tl.zeros((C, BV), tl.float32)
         error = dot(solve, nearest_tf32(error, PRECISION), none, False, False, PRECISION)
         error = nearest_tf32(error, PRECISION)
-        store_tokens(errors + bh * padded * V, error, first, padded, V, column, V, C, BV)
-        means += K * V
+        if KEEP:
+            store_tokens(errors + bh * padded * V, error, first, padded, V, column, V, C, BV)
+            means += K * V
+        weight = load_matrix(reads + (bh * chunks + chunk) * (C * C), 0, 0, C, C, C, C)
+        read = dot(weight, error, read, False, False, PRECISION)
+        store_tokens(o + values, read, first, T, H * V, column, V, C, BV)
         updated = ()
         for i in tl.static_range(NB):
             u = to_end[:, None] * load_tokens(U + bh * padded * K, first, padded, K, i * BD, K, C, BD)
             u = tl.trans(nearest_tf32(u, PRECISION))
             m = dot(u, error, whole * mean[i], False, False, PRECISION)
-            store_matrix(means, m, i * BD, column, K, V, BD, BV)
+            if KEEP:
+                store_matrix(means, m, i * BD, column, K, V, BD, BV)
             updated = updated + (m,)
         mean = updated
-
-
-@triton.jit(do_not_specialize=["T", "H", "G", "padded", "begin"])
-def _read_kernel(
-    q, logs, reads, means, errors, o, T, H, G, padded, begin,
-    K: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):
-    column = tl.program_id(0) * BV
-    chunk = begin + tl.program_id(1)
-    bh = tl.program_id(2).to(tl.int64)
-    chunks = padded // C
-    first = chunk * C
-    queries = q + (bh // H * T * G + (bh % H) // (H // G)) * K
-    means += (bh * (chunks + 1) + chunk) * (K * V)
-    read = tl.zeros((C, BV), tl.float32)
-    for i in tl.static_range(NB):
-        qq = load_tokens(queries, first, T, G * K, i * BD, K, C, BD)
-        mean = nearest_tf32(load_matrix(means, i * BD, column, K, V, BD, BV), PRECISION)
-        read = dot(qq, mean, read, EXACT, False, PRECISION)
-    read *= tl.exp(tl.load(logs + bh * padded + first + tl.arange(0, C)).to(tl.float32))[:, None]
-    weight = load_matrix(reads + (bh * chunks + chunk) * (C * C), 0, 0, C, C, C, C)
-    error = load_tokens(errors + bh * padded * V, first, padded, V, column, V, C, BV)
-    read = dot(weight, error, read, False, False, PRECISION)
-    store_tokens(o + (bh // H * T * H + bh % H) * V, read, first, T, H * V, column, V, C, BV)
+    if not KEEP:
+        for i in tl.static_range(NB):
+            store_matrix(means, mean[i], i * BD, column, K, V, BD, BV)
 
 
 class Mean(NamedTuple):
@@ -149,25 +137,25 @@ class Mean(NamedTuple):
 
     inverse: Tensor  # [B, H, N, CHUNK, CHUNK], of every chunk
     reads: Tensor  # likewise
-    means: Tensor  # the means that enter the chunks and the last one [B, H, N + 1, K, V]
-    errors: Tensor  # the innovations [B, H, N CHUNK, V]
+    means: Tensor  # the means that enter the chunks and the last one [B, H, N + 1, K, V]; only the last if not kept
+    errors: Tensor  # the innovations [B, H, N CHUNK, V], if kept
 
 
-def buffers(shape: Shape, start: Tensor) -> Mean:
+def buffers(shape: Shape, start: Tensor, keep: bool) -> Mean:
     """For the pass from ``start`` [B, H, K, V]."""
     size = (shape.batch, shape.heads, shape.chunks, CHUNK, CHUNK)
     inverse, reads = (torch.empty(size, dtype=torch.float32, device=start.device) for _ in range(2))
     means = torch.empty(
-        shape.batch, shape.heads, shape.chunks + 1, shape.key_dim, shape.value_dim, dtype=torch.float32,
+        shape.batch, shape.heads, shape.chunks + 1 if keep else 1, shape.key_dim, shape.value_dim, dtype=torch.float32,
         device=start.device,
     )
     means[:, :, 0] = start
-    return Mean(inverse, reads, means, shape.buffer(start, shape.value_dim))
+    return Mean(inverse, reads, means, shape.buffer(start, shape.value_dim) if keep else means)
 
 
 def mean(
     shape: Shape, q: Tensor, k: Tensor, v: Tensor, table: Table, U: Tensor, gains: Tensor, work: Mean, o: Tensor,
-    precision: str, begin: int, end: int,
+    precision: str, keep: bool, begin: int, end: int,
 ) -> None:
     """The mean's pass over the chunks from ``begin`` to ``end``, into ``work`` and o [B, T, H, V]."""
     width, blocks = shape.key_blocks(128)
@@ -177,14 +165,9 @@ def mean(
         q, k, U, gains, table.scalars, table.logs, work.inverse, work.reads, shape.tokens, shape.heads, shape.groups,
         shape.padded, begin, num_warps=4, **keys, **OPTIONS,
     )
-    keys["V"] = shape.value_dim
     columns = shape.value_block(64 if blocks == 1 else 32)
     _mean_kernel[(triton.cdiv(shape.value_dim, columns), shape.programs)](
-        k, v, U, gains, table.scalars, table.logs, work.inverse, work.means, work.errors, shape.tokens, shape.heads,
-        shape.groups, shape.chunks, begin, end, BV=columns, num_warps=4, num_stages=1, **keys, **OPTIONS,
-    )
-    columns = shape.value_block(128)
-    _read_kernel[(triton.cdiv(shape.value_dim, columns), end - begin, shape.programs)](
-        q, table.logs, work.reads, work.means, work.errors, o, shape.tokens, shape.heads, shape.groups, shape.padded,
-        begin, BV=columns, num_warps=8, **keys, **OPTIONS,
+        q, k, v, U, gains, table.scalars, table.logs, work.inverse, work.reads, work.means, work.errors, o,
+        shape.tokens, shape.heads, shape.groups, shape.chunks, begin, end, V=shape.value_dim, BV=columns, KEEP=keep,
+        num_warps=4, num_stages=1, **keys, **OPTIONS,
     )

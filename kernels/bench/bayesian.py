@@ -197,7 +197,7 @@ def _layouts(forward: Callable, milliseconds: int) -> dict[str, float]:
     from surgery.kernels.bayesian import triton_covariance as pass_
 
     usual, figures = pass_.LAYOUT, {}
-    for other in ({}, {"block": 128, "warps": 8}, {"precision": "tf32x3"}):
+    for other in ({}, {"block": 64, "warps": 4}, {"precision": "tf32x3"}):
         pass_.LAYOUT = usual._replace(**other)
         try:
             figures[str(tuple(pass_.LAYOUT))] = _median(forward, milliseconds)
