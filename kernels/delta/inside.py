@@ -15,7 +15,8 @@ from ..chunks import fused as wanted
 
 # whether the kernels run unasked
 BY_DEFAULT = False
-MAX_KEY = 256  # programs of the kernels hold all of a key
+MAX_KEY = 256  # programs of the scans hold all of a key
+KEY_BLOCK = 64  # keys that a program of the gradients takes at most; narrower keys are one block
 
 
 def fused(k: Tensor, v: Tensor) -> bool:
@@ -44,9 +45,20 @@ class Delta(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do: Tensor, dfinal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         q, k, v, *kept = ctx.saved_tensors
-        dq, dk, dv, *sums, through, dstate = _backward(do.to(v.dtype), dfinal, q, k, v, *kept)
-        dbeta, *sums = (x.transpose(2, 3) for x in sums)
-        return dq, dk, dv, dbeta, step_gradients(*sums, kept[4] * through), dstate
+        dq, dk, dv, *sums, dstate = _backward(do.to(v.dtype), dfinal, q, k, v, *kept)
+        dbeta, dsteps = gate_gradients(*sums, kept[4])
+        return dq, dk, dv, dbeta, dsteps, dstate
+
+
+def gate_gradients(
+    dbeta: Tensor, read: Tensor, written: Tensor, states: Tensor, through: Tensor, whole: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of beta and of the log decays [B, N, C, H] from what the kernels sum: over pairs of tokens ``dbeta``,
+    ``read`` and ``written`` [B, N, H, C], over blocks of keys ``states`` [P, 3, B, N, H, C] and ``through``
+    [P, B, N, H]; ``whole`` [B, N, H]."""
+    of_step, carried, recalled = states.sum(0).unbind()
+    sums = (x.transpose(2, 3) for x in (read, written, carried, recalled))
+    return (dbeta + of_step).transpose(2, 3), step_gradients(*sums, whole * through.sum(0))
 
 
 @torch.library.custom_op("surgery::delta", mutates_args=(), device_types="cuda")
@@ -54,9 +66,9 @@ class Delta(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
     start: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Outputs and the last state; and for the backward pass P [B, N, H, C, C], the states met [B, N, H, K, V] and the
-    corrections E [B, N, H, C, V].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs and the last state; and for the backward pass P and the queries' weights [B, N, H, C, C], the states met
+    [B, N, H, K, V] and the corrections E [B, N, H, C, V].
 
     Args:
         q, k, v, start: as in :class:`Delta`. beta [B, N, H, C]. total: the log decays summed from the chunk's start,
@@ -71,27 +83,28 @@ def _forward(
 @on_its_device
 def _backward(
     do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor,
-    to_end: Tensor, whole: Tensor, solve: Tensor, met: Tensor, corrections: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and beta; what :func:`surgery.kernels.chunks.step_gradients` takes, by head like beta,
-    the last before the chunk's decay; and the gradient of the state."""
+    to_end: Tensor, whole: Tensor, solve: Tensor, scores: Tensor, met: Tensor, corrections: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; what :func:`gate_gradients` takes; and the gradient of the state."""
     from . import triton_chunks
 
     gates = (beta, total, from_start, to_end, whole)
-    return triton_chunks.backward(do, dfinal, q, k, v, *gates, solve, met, corrections)
+    return triton_chunks.backward(do, dfinal, q, k, v, *gates, solve, scores, met, corrections)
 
 
 @_forward.register_fake
 def _(q, k, v, beta, total, from_start, to_end, whole, start):
     batch, chunks, length, heads, value_dim = v.shape
+    square = k.new_empty(batch, chunks, heads, length, length)
     met = k.new_empty(batch, chunks, heads, *start.shape[2:])
     corrections = k.new_empty(batch, chunks, heads, length, value_dim)
-    solve = k.new_empty(batch, chunks, heads, length, length)
-    return v.new_empty(v.shape), start.new_empty(start.shape), solve, met, corrections
+    return v.new_empty(v.shape), start.new_empty(start.shape), square, torch.empty_like(square), met, corrections
 
 
 @_backward.register_fake
-def _(do, dfinal, q, k, v, beta, total, from_start, to_end, whole, solve, met, corrections):
-    sums = (beta.new_empty(beta.shape) for _ in range(5))
-    through = beta.new_empty(met.shape[:3])
-    return *(x.new_empty(x.shape) for x in (q, k, v)), *sums, through, dfinal.new_empty(dfinal.shape)
+def _(do, dfinal, q, k, v, beta, total, from_start, to_end, whole, solve, scores, met, corrections):
+    sums = (beta.new_empty(beta.shape) for _ in range(3))
+    parts = -(-k.shape[-1] // KEY_BLOCK)
+    through = beta.new_empty(parts, *whole.shape)
+    states = beta.new_empty(parts, 3, *beta.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), *sums, states, through, dfinal.new_empty(dfinal.shape)

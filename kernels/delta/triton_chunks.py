@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..chunks import token_stride
 from . import triton_states
+from .inside import KEY_BLOCK
 
 
 @triton.jit
@@ -44,172 +45,184 @@ def _place(H, G):
     return here // H, h, here, h // (H // G)
 
 
+@triton.jit
+def _pairs(q, k, at, stride, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """The products [C, C] of queries and of keys with keys."""
+    asked = tl.zeros((C, C), tl.float32)
+    alike = tl.zeros((C, C), tl.float32)
+    for first in range(0, K, BK):
+        keys = first + tl.arange(0, BK)
+        kk = _tile(k, at, stride, keys, K)
+        turned = tl.trans(kk)
+        asked = tl.dot(_tile(q, at, stride, keys, K), turned, asked)
+        alike = tl.dot(kk, turned, alike)
+    return asked, alike
+
+
 @triton.jit(do_not_specialize=["H", "G"])
-def _solve_kernel(
-    k, beta, total, solve, stride_k, H, G, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr
+def _pairs_kernel(
+    q, k, beta, total, solve, scores, stride_k, H, G, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
-    """P, from the inverses of the diagonal blocks of b tokens, merged two by two: each pair's lower left block is
-    -inverse lower inverse, in float32's precision."""
+    """What pairs of tokens are to each other: the queries' weights, and P, from the inverses of the diagonal blocks of
+    b tokens, merged two by two: each pair's lower left block is -inverse lower inverse, in float32's precision."""
     n, _, here, group = _place(H, G)
     tokens = tl.arange(0, C)
-    kk = _tile(k + group * K, n * C + tokens, stride_k, tl.arange(0, BK), K)
+    asked, alike = _pairs(q + group * K, k + group * K, n * C + tokens, stride_k, K, C, BK)
+    within = _within(total + here * C, tokens)
     row, column = tokens[:, None], tokens[None, :]
-    step = tl.load(beta + here * C + tokens)
-    lower = tl.dot(kk, tl.trans(kk)) * _within(total + here * C, tokens) * step[:, None]
+    place = here * (C * C) + row * C + column
+    tl.store(scores + place, (asked * within).to(scores.dtype.element_ty))
+    lower = alike * within * tl.load(beta + here * C + tokens)[:, None]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row >> 1 == column >> 1) & (row > column), lower, 0.0)
     for level in tl.static_range(1, LEVELS):
         corner = (row >> (level + 1) == column >> (level + 1)) & (row >> level > column >> level)
         half = tl.dot(inverse, tl.where(corner, lower, 0.0), input_precision="tf32x3")
         inverse -= tl.dot(half, inverse, input_precision="tf32x3")
-    place = solve + here * (C * C) + row * C + column
-    tl.store(place, inverse.to(solve.dtype.element_ty))
+    tl.store(solve + place, inverse.to(solve.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["H", "G"])
 def _output_kernel(
-    q, k, met, corrections, total, from_start, o, stride_k, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    q, met, corrections, scores, from_start, o, stride_k, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):
     n, h, here, group = _place(H, G)
     tokens = tl.arange(0, C)
-    keys = tl.arange(0, BK)
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     at = n * C + tokens
-    qq = _tile(q + group * K, at, stride_k, keys, K)
-    kk = _tile(k + group * K, at, stride_k, keys, K)
-    scores = tl.dot(qq, tl.trans(kk)) * _within(total + here * C, tokens)
-    memory = _state(met + here * (K * V), keys, columns, K, V)
+    out = tl.zeros((C, BV), tl.float32)
+    for first in range(0, K, BK):
+        keys = first + tl.arange(0, BK)
+        qq = _tile(q + group * K, at, stride_k, keys, K)
+        out = tl.dot(qq, _state(met + here * (K * V), keys, columns, K, V), out)
+    out *= tl.load(from_start + here * C + tokens)[:, None]
     corrected = _tile(corrections + here * (C * V), tokens, V, columns, V)
-    out = tl.dot(qq, memory) * tl.load(from_start + here * C + tokens)[:, None]
-    out = tl.dot(scores.to(corrected.dtype), corrected, out)
+    out = tl.dot(_tile(scores + here * (C * C), tokens, C, tokens, C), corrected, out)
     place = o + (at * H + h)[:, None] * V + columns[None, :]
     tl.store(place, out.to(o.dtype.element_ty), mask=(columns < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["H", "G"])
 def _reads_kernel(
-    q, k, do, total, from_start, dcorrections, dmet, stride_k, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    q, do, scores, from_start, dcorrections, dmet, stride_k, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):
     """The outputs' part in the gradients of the corrections and of the states met."""
     n, h, here, group = _place(H, G)
     tokens = tl.arange(0, C)
-    keys = tl.arange(0, BK)
     columns = tl.program_id(1) * BV + tl.arange(0, BV)
     at = n * C + tokens
-    qq = _tile(q + group * K, at, stride_k, keys, K)
-    kk = _tile(k + group * K, at, stride_k, keys, K)
     dd = _tile(do, at * H + h, V, columns, V)
-    scores = tl.dot(qq, tl.trans(kk)) * _within(total + here * C, tokens)
-    out = tl.dot(tl.trans(scores.to(dd.dtype)), dd)
+    corrected = tl.dot(tl.trans(_tile(scores + here * (C * C), tokens, C, tokens, C)), dd)
     place = dcorrections + (here * C + tokens)[:, None] * V + columns[None, :]
-    tl.store(place, out.to(dcorrections.dtype.element_ty), mask=(columns < V)[None, :])
-    reads = dd.to(tl.float32) * tl.load(from_start + here * C + tokens)[:, None]
-    out = tl.dot(tl.trans(qq), reads.to(dd.dtype))
-    place = dmet + here * (K * V) + keys[:, None] * V + columns[None, :]
-    tl.store(place, out.to(dmet.dtype.element_ty), mask=(keys < K)[:, None] & (columns < V)[None, :])
+    tl.store(place, corrected.to(dcorrections.dtype.element_ty), mask=(columns < V)[None, :])
+    reads = (dd.to(tl.float32) * tl.load(from_start + here * C + tokens)[:, None]).to(dd.dtype)
+    for first in range(0, K, BK):
+        keys = first + tl.arange(0, BK)
+        read = tl.dot(tl.trans(_tile(q + group * K, at, stride_k, keys, K)), reads)
+        place = dmet + here * (K * V) + keys[:, None] * V + columns[None, :]
+        tl.store(place, read.to(dmet.dtype.element_ty), mask=(keys < K)[:, None] & (columns < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["H", "G"])
-def _pairs_kernel(
-    q, k, v, beta, do, met, left, corrections, adjoints, total, from_start, to_end, dv, dbeta, dscores, dlower, read,
-    written, carried, recalled, through, stride_k, stride_v, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+def _pairs_gradient_kernel(
+    q, k, v, beta, do, corrections, adjoints, total, dv, dbeta, dscores, dlower, read, written, stride_k, stride_v, H,
+    G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """The gradients of v, of beta, and of the products of keys and queries (``dscores``) and of keys (``dlower``), and
-    all sums by token. ``adjoints`` are P^T times those of the corrections."""
+    """The gradients of v, of the products of keys and queries (``dscores``) and of keys (``dlower``), and their sums by
+    token, ``dbeta`` without what the state says of the values. ``adjoints`` are P^T times those of the corrections."""
     n, h, here, group = _place(H, G)
     tokens = tl.arange(0, C)
-    keys = tl.arange(0, BK)
     at = n * C + tokens
-    qq = _tile(q + group * K, at, stride_k, keys, K)
-    kk = _tile(k + group * K, at, stride_k, keys, K)
     step = tl.load(beta + here * C + tokens)
-    since = tl.load(from_start + here * C + tokens)
-    until = tl.load(to_end + here * C + tokens)
     of_scores = tl.zeros((C, C), tl.float32)
     of_lower = tl.zeros((C, C), tl.float32)
-    of_step = tl.zeros((C,), tl.float32)
-    of_start = tl.zeros((C,), tl.float32)
-    of_end = tl.zeros((C,), tl.float32)
-    of_state = 0.0
+    of_step = tl.zeros((C, BV), tl.float32)
     for first in range(0, V, BV):
         columns = first + tl.arange(0, BV)
         dd = _tile(do, at * H + h, V, columns, V)
-        vv = _tile(v + h * V, at, stride_v, columns, V).to(tl.float32)
+        vv = _tile(v + h * V, at, stride_v, columns, V)
         cc = _tile(corrections + here * (C * V), tokens, V, columns, V)
         uu = _tile(adjoints + here * (C * V), tokens, V, columns, V)
-        memory = _state(met + here * (K * V), keys, columns, K, V)
-        adjoint = _state(left + here * (K * V), keys, columns, K, V)
-        of_state += tl.sum(tl.sum(memory.to(tl.float32) * adjoint.to(tl.float32), 1), 0)
         of_scores = tl.dot(dd, tl.trans(cc), of_scores)
         of_lower = tl.dot(uu, tl.trans(cc), of_lower)
         u = uu.to(tl.float32)
-        known = tl.dot(kk, memory) * since[:, None]
-        of_step += tl.sum(u * (vv - known), 1)
-        of_start -= tl.sum(u * known, 1) * step
-        of_start += tl.sum(tl.dot(qq, memory) * dd.to(tl.float32), 1) * since
-        of_end += tl.sum(tl.dot(kk, adjoint) * cc.to(tl.float32), 1) * until
+        of_step += u * vv.to(tl.float32)
         place = dv + (at * H + h)[:, None] * V + columns[None, :]
         tl.store(place, (u * step[:, None]).to(dv.dtype.element_ty), mask=(columns < V)[None, :])
+    asked, alike = _pairs(q + group * K, k + group * K, at, stride_k, K, C, BK)
     within = _within(total + here * C, tokens)
     strict = tokens[:, None] > tokens[None, :]
     square = here * (C * C) + tokens[:, None] * C + tokens[None, :]
     weighted = of_scores * within
     tl.store(dscores + square, weighted.to(dscores.dtype.element_ty))
-    pairs = tl.where(strict, weighted * tl.dot(qq, tl.trans(kk)), 0.0)
+    pairs = tl.where(strict, weighted * asked, 0.0)
     weighted = tl.where(strict, -of_lower * within, 0.0)
-    alike = weighted * tl.dot(kk, tl.trans(kk))
-    of_step += tl.sum(alike, 1)
+    alike *= weighted
     pairs += alike * step[:, None]
     tl.store(dlower + square, (weighted * step[:, None]).to(dlower.dtype.element_ty))
-    tl.store(dbeta + here * C + tokens, of_step)
+    tl.store(dbeta + here * C + tokens, tl.sum(of_step, 1) + tl.sum(alike, 1))
     tl.store(read + here * C + tokens, tl.sum(pairs, 1))
     tl.store(written + here * C + tokens, tl.sum(pairs, 0))
-    tl.store(carried + here * C + tokens, of_end)
-    tl.store(recalled + here * C + tokens, of_start)
-    tl.store(through + here, of_state)
 
 
 @triton.jit(do_not_specialize=["H", "G"])
-def _keys_kernel(
-    q, k, beta, do, met, left, corrections, adjoints, from_start, to_end, dscores, dlower, dq, dk, stride_k, H, G,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+def _keys_gradient_kernel(
+    q, k, beta, do, met, left, corrections, adjoints, from_start, to_end, dscores, dlower, dq, dk, sums, through,
+    stride_k, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):
-    """The gradients of q and k, for each value head."""
+    """The gradients of q and k, for each value head, and these keys' part in what a token exchanges with the states:
+    in the gradient of beta, and in the sums ``carried`` and ``recalled``. A token's sum over values of q M times do is
+    that over keys of q times do M^T, which the gradients need anyway."""
     n, h, here, group = _place(H, G)
     tokens = tl.arange(0, C)
     keys = tl.program_id(1) * BK + tl.arange(0, BK)
     at = n * C + tokens
-    step = tl.load(beta + here * C + tokens)
-    since = tl.load(from_start + here * C + tokens)[:, None]
-    until = tl.load(to_end + here * C + tokens)[:, None]
-    of_q = tl.zeros((C, BK), tl.float32)
-    of_k = tl.zeros((C, BK), tl.float32)
+    asked = tl.zeros((C, BK), tl.float32)
+    kept = tl.zeros((C, BK), tl.float32)
+    known = tl.zeros((C, BK), tl.float32)
+    # its diagonal is wanted. Not by elementwise products: of a tile that these and products of matrices take, Triton 3.6
+    # keeps one buffer too few, and loads the next while tensor cores still read
+    both = tl.zeros((BK, BK), tl.float32)
     for first in range(0, V, BV):
         columns = first + tl.arange(0, BV)
-        dd = _tile(do, at * H + h, V, columns, V)
-        cc = _tile(corrections + here * (C * V), tokens, V, columns, V)
-        uu = _tile(adjoints + here * (C * V), tokens, V, columns, V)
         memory = _state(met + here * (K * V), keys, columns, K, V)
         adjoint = _state(left + here * (K * V), keys, columns, K, V)
-        of_q = tl.dot((dd.to(tl.float32) * since).to(dd.dtype), tl.trans(memory), of_q)
-        of_k = tl.dot((cc.to(tl.float32) * until).to(cc.dtype), tl.trans(adjoint), of_k)
-        of_k = tl.dot((uu.to(tl.float32) * (-since * step[:, None])).to(uu.dtype), tl.trans(memory), of_k)
+        asked = tl.dot(_tile(do, at * H + h, V, columns, V), tl.trans(memory), asked)
+        kept = tl.dot(_tile(corrections + here * (C * V), tokens, V, columns, V), tl.trans(adjoint), kept)
+        known = tl.dot(_tile(adjoints + here * (C * V), tokens, V, columns, V), tl.trans(memory), known)
+        both = tl.dot(adjoint, tl.trans(memory), both)
+    step = tl.load(beta + here * C + tokens)
+    since = tl.load(from_start + here * C + tokens)
+    asked *= since[:, None]
+    kept *= tl.load(to_end + here * C + tokens)[:, None]
+    known *= since[:, None]
     qq = _tile(q + group * K, at, stride_k, keys, K)
     kk = _tile(k + group * K, at, stride_k, keys, K)
-    square = here * (C * C) + tokens[:, None] * C + tokens[None, :]
-    transposed = here * (C * C) + tokens[None, :] * C + tokens[:, None]
-    of_q = tl.dot(tl.load(dscores + square), kk, of_q)
-    of_k = tl.dot(tl.load(dscores + transposed), qq, of_k)
-    both = tl.load(dlower + square).to(tl.float32) + tl.load(dlower + transposed).to(tl.float32)
-    of_k = tl.dot(both.to(kk.dtype), kk, of_k)
+    queries, own = qq.to(tl.float32), kk.to(tl.float32)
+    of_step = -tl.sum(known * own, 1)
+    own_keys = tl.arange(0, BK)
+    diagonal = tl.where(own_keys[:, None] == own_keys[None, :], 1.0, 0.0)
+    programs = tl.num_programs(0).to(tl.int64)
+    place = sums + (tl.program_id(1) * 3 * programs + here) * C + tokens
+    tl.store(place, of_step)
+    tl.store(place + programs * C, tl.sum(kept * own, 1))
+    tl.store(place + 2 * programs * C, tl.sum(asked * queries, 1) + of_step * step)
+    tl.store(through + tl.program_id(1) * programs + here, tl.sum(tl.sum(both * diagonal, 1), 0))
+
+    own_scores = _tile(dscores + here * (C * C), tokens, C, tokens, C)
+    lower = _tile(dlower + here * (C * C), tokens, C, tokens, C)
+    of_q = tl.dot(own_scores, kk, asked)
+    of_k = tl.dot(tl.trans(own_scores), qq, kept - known * step[:, None])
+    of_k = tl.dot(lower, kk, of_k)
+    of_k = tl.dot(tl.trans(lower), kk, of_k)
     place = (at * H + h)[:, None] * K + keys[None, :]
     tl.store(dq + place, of_q.to(dq.dtype.element_ty), mask=(keys < K)[None, :])
     tl.store(dk + place, of_k.to(dk.dtype.element_ty), mask=(keys < K)[None, :])
 
 
-def _block(size: int, most: int = 256) -> int:
+def _block(size: int, most: int = 64) -> int:
     return min(most, max(16, triton.next_power_of_2(size)))
 
 
@@ -224,69 +237,68 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, in
 def forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
     start: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`surgery.kernels.delta.inside`."""
     q, k, v, stride_k, _ = _inputs(q, k, v)
     beta, total, from_start = beta.contiguous(), total.contiguous(), from_start.contiguous()
     batch, chunks, length, groups, key_dim = k.shape
     heads, value_dim = v.shape[3:]
     programs = batch * chunks * heads
-    solve = torch.empty(batch, chunks, heads, length, length, dtype=k.dtype, device=k.device)
-    sizes = {"K": key_dim, "C": length, "BK": _block(key_dim), "enable_fp_fusion": True}
-    _solve_kernel[(programs,)](
-        k, beta, total, solve, stride_k, heads, groups, LEVELS=length.bit_length() - 1, num_warps=4, **sizes
+    solve, scores = (
+        torch.empty(batch, chunks, heads, length, length, dtype=k.dtype, device=k.device) for _ in range(2)
+    )
+    sizes = {"K": key_dim, "C": length, "BK": _block(key_dim), "num_warps": 4, "enable_fp_fusion": True}
+    _pairs_kernel[(programs,)](
+        q, k, beta, total, solve, scores, stride_k, heads, groups, LEVELS=length.bit_length() - 1, num_stages=2, **sizes
     )
     met, corrections, final = triton_states.scan(solve, beta, v, k, from_start, to_end, whole, start)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    width = _block(value_dim, 64)
+    width = _block(value_dim, 128)
     _output_kernel[(programs, triton.cdiv(value_dim, width))](
-        q, k, met, corrections, total, from_start, o, stride_k, heads, groups, V=value_dim, BV=width, num_warps=4,
-        num_stages=1, **sizes,
+        q, met, corrections, scores, from_start, o, stride_k, heads, groups, V=value_dim, BV=width, num_stages=3,
+        **sizes,
     )
-    return o, final, solve, met, corrections
+    return o, final, solve, scores, met, corrections
 
 
 def backward(
     do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor,
-    to_end: Tensor, whole: Tensor, solve: Tensor, met: Tensor, corrections: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    to_end: Tensor, whole: Tensor, solve: Tensor, scores: Tensor, met: Tensor, corrections: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :mod:`surgery.kernels.delta.inside`."""
     q, k, v, stride_k, stride_v = _inputs(q, k, v)
-    tensors = (do, beta, total, from_start, to_end, solve, met, corrections)
-    do, beta, total, from_start, to_end, solve, met, corrections = (x.contiguous() for x in tensors)
+    tensors = (do, beta, total, from_start, to_end, solve, scores, met, corrections)
+    do, beta, total, from_start, to_end, solve, scores, met, corrections = (x.contiguous() for x in tensors)
     batch, chunks, length, groups, key_dim = k.shape
     heads, value_dim = v.shape[3:]
     programs = batch * chunks * heads
-    sizes = {"V": value_dim, "C": length, "K": key_dim, "enable_fp_fusion": True}
-    block, narrow = _block(key_dim), _block(value_dim, 64)
+    block, width, wide = _block(key_dim, KEY_BLOCK), _block(value_dim), _block(value_dim, 128)
+    sizes = {"V": value_dim, "C": length, "K": key_dim, "BK": block, "num_warps": 4, "enable_fp_fusion": True}
     dcorrections = torch.empty(corrections.shape, dtype=k.dtype, device=k.device)
     dmet = torch.empty(met.shape, dtype=k.dtype, device=k.device)
-    _reads_kernel[(programs, triton.cdiv(value_dim, narrow))](
-        q, k, do, total, from_start, dcorrections, dmet, stride_k, heads, groups, BK=block, BV=narrow, num_warps=8,
-        num_stages=1, **sizes,
+    _reads_kernel[(programs, triton.cdiv(value_dim, wide))](
+        q, do, scores, from_start, dcorrections, dmet, stride_k, heads, groups, BV=wide, num_stages=1, **sizes
     )
     left, _, adjoints, dstart = triton_states.adjoint(
         solve, beta, dcorrections, k, from_start, to_end, whole, dmet, dfinal, totals=False
     )
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    dbeta, read, written, carried, recalled = (
-        torch.empty(beta.shape, dtype=torch.float32, device=k.device) for _ in range(5)
-    )
-    through = torch.empty(batch, chunks, heads, dtype=torch.float32, device=k.device)
+    dbeta, read, written = (torch.empty(beta.shape, dtype=torch.float32, device=k.device) for _ in range(3))
     dscores, dlower = (torch.empty(solve.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    _pairs_kernel[(programs,)](
-        q, k, v, beta, do, met, left, corrections, adjoints, total, from_start, to_end, dv, dbeta, dscores, dlower,
-        read, written, carried, recalled, through, stride_k, stride_v, heads, groups, BK=block,
-        BV=_block(value_dim, 32), num_warps=8, num_stages=1, **sizes,
+    _pairs_gradient_kernel[(programs,)](
+        q, k, v, beta, do, corrections, adjoints, total, dv, dbeta, dscores, dlower, read, written, stride_k, stride_v,
+        heads, groups, BV=width, num_stages=1, **sizes,
     )
     # summed over the heads that share keys
     like = {"dtype": k.dtype if heads == groups else torch.float32, "device": k.device}
     dq, dk = (torch.empty(batch, chunks, length, heads, key_dim, **like) for _ in range(2))
-    block = _block(key_dim, 64)
-    _keys_kernel[(programs, triton.cdiv(key_dim, block))](
-        q, k, beta, do, met, left, corrections, adjoints, from_start, to_end, dscores, dlower, dq, dk, stride_k, heads,
-        groups, BK=block, BV=narrow, num_warps=4, num_stages=2, **sizes,
+    parts = triton.cdiv(key_dim, block)
+    sums = torch.empty(parts, 3, batch, chunks, heads, length, dtype=torch.float32, device=k.device)
+    through = torch.empty(parts, batch, chunks, heads, dtype=torch.float32, device=k.device)
+    _keys_gradient_kernel[(programs, parts)](
+        q, k, beta, do, met, left, corrections, adjoints, from_start, to_end, dscores, dlower, dq, dk, sums, through,
+        stride_k, heads, groups, BV=width, num_stages=2, **sizes,
     )
     if heads != groups:
         dq, dk = (x.unflatten(3, (groups, -1)).sum(4).to(k.dtype) for x in (dq, dk))
-    return dq, dk, dv, dbeta, read, written, carried, recalled, through, dstart
+    return dq, dk, dv, dbeta, read, written, sums, through, dstart

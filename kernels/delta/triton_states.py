@@ -67,11 +67,13 @@ def _adjoint_kernel(
     for i in range(N):
         n = batch * N + (N - 1 - i)
         head = n * H + h
+        # early: what is read of no product is not fetched ahead by the compiler
+        met = tl.load(dmet + head * (K * V) + tile, mask=inside, other=0.0)
+        rows = (head * C + tokens)[:, None] * V + columns[None, :]
+        total = tl.load(dcorrections + rows, mask=(columns < V)[None, :], other=0.0).to(tl.float32)
         tl.store(states + head * (K * V) + tile, state.to(low), mask=inside)
         at = n * C + tokens
         kk = tl.load(k + group * K + at[:, None] * stride_k + keys[None, :], mask=(keys < K)[None, :], other=0.0)
-        rows = (head * C + tokens)[:, None] * V + columns[None, :]
-        total = tl.load(dcorrections + rows, mask=(columns < V)[None, :], other=0.0).to(tl.float32)
         t = tl.load(solve + head * (C * C) + tokens[:, None] * C + tokens[None, :])
         since = tl.load(from_start + head * C + tokens)[:, None]
         left = tl.load(to_end + head * C + tokens)[:, None]
@@ -81,7 +83,7 @@ def _adjoint_kernel(
         error = tl.dot(tl.trans(t), total.to(low), input_precision=PRECISION)
         tl.store(adjoints + rows, error.to(low), mask=(columns < V)[None, :])
         state *= tl.load(whole + head)
-        state += tl.load(dmet + head * (K * V) + tile, mask=inside, other=0.0).to(tl.float32)
+        state += met.to(tl.float32)
         step = tl.load(beta + head * C + tokens)[:, None]
         state = tl.dot(tl.trans(kk), (-since * step * error).to(low), state, input_precision=PRECISION)
     tl.store(dstart + bh * (K * V) + tile, state, mask=inside)

@@ -19,8 +19,9 @@ WARMUP = 2  # the first call compiles, the second fills the allocator's pool
 DOCUMENT = 700  # tokens between two document starts in the batches
 
 
-def median(run: Callable[[], Any], count: int) -> float:
-    """Milliseconds of ``run``, the median of ``count`` calls; the peak of memory is counted from the first of them."""
+def median(run: Callable[[], Any], count: int, calls: int = 1) -> float:
+    """Milliseconds of ``run``, the median of ``count`` measurements of ``calls`` calls one after another; the peak of
+    memory is counted from the first of them."""
     for _ in range(WARMUP):
         run()
     torch.cuda.synchronize()
@@ -29,10 +30,11 @@ def median(run: Callable[[], Any], count: int) -> float:
     for _ in range(count):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(calls):
+            run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / calls)
     return statistics.median(times)
 
 
@@ -47,7 +49,8 @@ def resets(batch: int, tokens: int) -> Tensor:
 
 
 def mixer(shape: str, batch: int, tokens: int, count: int, eager: bool = False) -> dict[str, Any]:
-    """Forward and backward of an unswapped mixer in bf16 autocast, beside its projections alone."""
+    """Forward and backward of an unswapped mixer in bf16 autocast, beside its projections alone; each ten times in a
+    row, as in a model's layers, where the GPU does not wait for the first launch of each."""
     config = {**models.CONFIGS[shape], "num_hidden_layers": 1}
     adapter = adapter_for(config)
     graft = adapter.mixers(adapter.build({**config, "vocab_size": 64}))[0].to(models.DEVICE)
@@ -74,9 +77,9 @@ def mixer(shape: str, batch: int, tokens: int, count: int, eager: bool = False) 
         weights = [linear.weight for linear in (*first, last)]
         torch.autograd.grad(outs, [hidden, inner, *weights], grads)
 
-    alone = median(projections, count)
+    alone = median(projections, count, calls=10)
     with compiled_mixers(not eager):
-        together = median(whole, count)
+        together = median(whole, count, calls=10)
     return {"ms": together, "projections_ms": alone, "ratio": together / alone, "peak_mib": peak()}
 
 

@@ -23,7 +23,7 @@ def _rows() -> dict[str, Row]:
         ("gdn-340m", 1, 32768),
         ("gdn-340m-v512", 4, 2048),
     ):
-        arguments = {"shape": shape, "batch": batch, "tokens": tokens, "count": 10}
+        arguments = {"shape": shape, "batch": batch, "tokens": tokens, "count": 5}
         rows[f"mixer {shape} {batch}x{tokens}"] = Row("mixer", "mixer", arguments)
     for shape in ("mamba2-2.7b", "gdn-340m"):
         arguments = {"shape": shape, "batch": 4, "tokens": 2048, "count": 5, "eager": True}

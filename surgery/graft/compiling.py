@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from surgery.errors import UsageError
 from surgery.kernels.chunks import TRITON
@@ -91,3 +92,29 @@ def compiled(function: Callable) -> Callable:
     # with padded buffers, torch 2.11 computed wrong gradients on CUDA where a text's channels are no multiple of 128
     # bytes; and a padded projection is copied for each operator that takes a slice of it
     return torch.compile(function, dynamic=False, options={"comprehensive_padding": False})
+
+
+class _Settled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return _written_out(grad)
+
+
+@torch.library.custom_op("surgery::written_out", mutates_args=())
+def _written_out(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_written_out.register_fake
+def _(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def settled(x: Tensor) -> Tensor:
+    """``x``, a narrow slice of a wide projection; under torch.compile its gradient is written out by itself. Otherwise
+    the compiler, which puts the gradients of all slices side by side, works out the slice's for every entry."""
+    return _Settled.apply(x) if torch.compiler.is_compiling() else x

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.graft.base import Graft, RMSNorm, project, wide
+from surgery.graft.compiling import settled
 from surgery.kernels import gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
@@ -71,7 +72,7 @@ class DeltaGraft(Graft):
 
     def _log_decay(self, a: Tensor) -> Tensor:
         """Log decay in float32 from its projection."""
-        return -wide(self.A_log).exp() * F.softplus(wide(a) + wide(self.dt_bias))
+        return -wide(self.A_log).exp() * F.softplus(wide(settled(a)) + wide(self.dt_bias))
 
     def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
         g = self.geometry
@@ -83,7 +84,7 @@ class DeltaGraft(Graft):
             k=k,
             v=v.unflatten(-1, (g.num_heads, g.value_dim)),
             log_decay=self._log_decay(rest[0]),
-            write=wide(rest[1]).sigmoid() * self.write_scale,
+            write=wide(settled(rest[1])).sigmoid() * self.write_scale,
         )
 
 

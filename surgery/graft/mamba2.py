@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.graft.base import Graft, wide
+from surgery.graft.compiling import settled
 from surgery.kernels import gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
@@ -118,7 +119,7 @@ class Mamba2Graft(Graft):
         g = self.geometry
         x, b, c = x.split([self.inner, self.keys, self.keys], dim=-1)
         low, high = self.time_step_limit
-        dt = F.softplus(wide(rest[1]) + wide(self.dt_bias)).clamp(low, high)
+        dt = F.softplus(wide(settled(rest[1])) + wide(self.dt_bias)).clamp(low, high)
         return MemoryInputs(
             hidden=hidden,
             q=c.unflatten(-1, (g.num_key_heads, g.key_dim)),

@@ -147,10 +147,10 @@ def test_more_heads_than_a_launch_takes(monkeypatch, rule):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's products of float32 numbers would be TF32's")
-@pytest.mark.parametrize("shape", [(2, 3, 16, 4, 2, 24, 40), (1, 2, 32, 2, 2, 80, 72)])
+@pytest.mark.parametrize("shape", [(2, 3, 16, 4, 2, 24, 40), (1, 2, 32, 2, 2, 80, 72), (1, 2, 64, 1, 1, 160, 96)])
 def test_delta_inside_chunks(poisoned, shape):
     """All of the fused form, against the sequential rule in float64; a reset and hard forgetting among the decays."""
-    from surgery.kernels.chunks import step_gradients
+    from surgery.kernels.delta.inside import gate_gradients
     from surgery.kernels.delta.triton_chunks import backward, forward
 
     batch, chunks, length, heads, groups, key_dim, value_dim = shape
@@ -176,9 +176,9 @@ def test_delta_inside_chunks(poisoned, shape):
     gates = chunked(arguments["beta"]).transpose(2, 3), total, total.float().exp(), (last - total).float().exp()
     inputs = *(chunked(arguments[name]) for name in ("q", "k", "v")), *gates, last[..., 0].float().exp()
     out, final, *kept = forward(*inputs, arguments["state"])
-    dq, dk, dv, *sums, through, dstate = backward(chunked(weights[0]), weights[1], *inputs, *kept)
-    dbeta, *sums = (x.transpose(2, 3) for x in sums)
-    dsteps = step_gradients(*sums, inputs[-1] * through).masked_fill(chunked(reset)[..., None], 0.0)
+    dq, dk, dv, *sums, dstate = backward(chunked(weights[0]), weights[1], *inputs, *kept)
+    dbeta, dsteps = gate_gradients(*sums, inputs[-1])
+    dsteps = dsteps.masked_fill(chunked(reset)[..., None], 0.0)
     found = out, final, dq, dk, dv, dsteps, dbeta, dstate
     expected = o, after, *expected
     names = ("o", "after", *arguments)
