@@ -2,9 +2,14 @@
 
 What W taps need of earlier tokens stays in registers, so that each way is one pass over its tensors. Tuples hold a
 value for each distance d in tokens; taps beyond W are zero.
+
+Where the channels are queries, keys and values (HEAD > 0, the width of a key), a block of channels is whole heads of
+one of them, and heads of queries and keys are normalised before they are written, each to a tensor of its own.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 TAPS = tl.constexpr(4)
-TOKENS = 64  # a strip
 UNROLLED = tl.constexpr(4)  # tokens whose loads are under way together
 
 
@@ -78,17 +82,30 @@ def _reached(before, age):
     return (tl.where(age >= 1, before[0], 0.0), tl.where(age >= 2, before[1], 0.0), tl.where(age >= 3, before[2], 0.0))
 
 
-@triton.jit(do_not_specialize=["T"])
-def _forward_kernel(
-    x, weight, bias, reset, y, T, across, stride, C: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr, BIAS: tl.constexpr, RESET: tl.constexpr,
+@triton.jit
+def _over_heads(x, HEAD: tl.constexpr, BC: tl.constexpr):
+    """Each head's sum, at all of its channels."""
+    if HEAD == BC:
+        total = tl.sum(x, 0) + tl.zeros((BC,), tl.float32)
+    else:
+        total = tl.sum(tl.reshape(x, (BC // HEAD, HEAD)), 1)
+        total = tl.reshape(tl.broadcast_to(total[:, None], (BC // HEAD, HEAD)), (BC,))
+    return total
+
+
+@triton.jit
+def _forward_strip(
+    x, weight, bias, reset, y, T, across, stride, factor, eps, begin, width, C: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr, RESET: tl.constexpr, HEAD: tl.constexpr,
 ):
+    """Into y, whose ``width`` channels are those of x from ``begin`` on; heads of HEAD channels are normalised and
+    multiplied by ``factor`` unless HEAD is 0."""
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     first = tl.program_id(1).to(tl.int64) * BT
     b = tl.program_id(2).to(tl.int64)
     inside = channels < C
     x += b * across
-    y += b * T * C
+    y += b * T * width - begin
     reset += b * T
     offset, taps, before, age = _start(
         x, weight, bias, reset, first, T, stride, channels, inside, W, BIAS, RESET
@@ -102,16 +119,48 @@ def _forward_kernel(
             past = _reached(before, age)
             out = offset + taps[0] * now + taps[1] * past[0] + taps[2] * past[1] + taps[3] * past[2]
             out *= tl.sigmoid(out)
-            tl.store(y + t * C + channels, out.to(y.dtype.element_ty), mask=_among(t, 0, T, inside))
+            if HEAD > 0:
+                out *= factor * tl.rsqrt(_over_heads(out * out, HEAD, BC) + eps)
+            tl.store(y + t * width + channels, out.to(y.dtype.element_ty), mask=_among(t, 0, T, inside))
             before = (now, before[0], before[1])
 
 
+@triton.jit(do_not_specialize=["T"])
+def _forward_kernel(
+    x, weight, bias, reset, q, k, v, T, across, stride, scale, eps, C: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+    BC: tl.constexpr, BIAS: tl.constexpr, RESET: tl.constexpr, KEYS: tl.constexpr, HEAD: tl.constexpr,
+):
+    channel = tl.program_id(0) * BC
+    if HEAD == 0:
+        _forward_strip(x, weight, bias, reset, v, T, across, stride, 1.0, eps, 0, C, C, W, BT, BC, BIAS, RESET, 0)
+    elif channel < 2 * KEYS:
+        queries = channel < KEYS
+        y = k
+        if queries:
+            y = q
+        _forward_strip(
+            x, weight, bias, reset, y, T, across, stride, tl.where(queries, scale, 1.0), eps,
+            tl.where(queries, 0, KEYS), KEYS, C, W, BT, BC, BIAS, RESET, HEAD,
+        )
+    else:
+        _forward_strip(
+            x, weight, bias, reset, v, T, across, stride, 1.0, eps, 2 * KEYS, C - 2 * KEYS, C, W, BT, BC, BIAS, RESET,
+            0,
+        )
+
+
 @triton.jit
-def _gradient(dy, now, past, offset, taps):
+def _gradient(dy, now, past, offset, taps, factor, eps, HEAD: tl.constexpr, BC: tl.constexpr):
     """The gradient of what the activation takes."""
     u = offset + taps[0] * now + taps[1] * past[0] + taps[2] * past[1] + taps[3] * past[2]
     s = tl.sigmoid(u)
-    return dy.to(tl.float32) * s * (1.0 + u * (1.0 - s))
+    g = dy.to(tl.float32)
+    if HEAD > 0:
+        y = u * s
+        scale = tl.rsqrt(_over_heads(y * y, HEAD, BC) + eps)
+        along = scale * scale * _over_heads(g * y, HEAD, BC)
+        g = factor * scale * (g - y * along)
+    return g * s * (1.0 + u * (1.0 - s))
 
 
 @triton.jit
@@ -122,17 +171,17 @@ def _spread(g, age, taps, pending):
     return done, (taps[0] * g, pending[0] + tl.where(age >= 1, taps[1] * g, 0.0), last)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _backward_kernel(
-    dy, x, weight, bias, reset, dx, partial, T, across, stride, C: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr, BIAS: tl.constexpr, RESET: tl.constexpr,
+@triton.jit
+def _backward_strip(
+    dy, x, weight, bias, reset, dx, partial, T, across, stride, factor, eps, begin, width, C: tl.constexpr,
+    W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr, RESET: tl.constexpr, HEAD: tl.constexpr,
 ):
     channels = tl.program_id(0) * BC + tl.arange(0, BC)
     first = tl.program_id(1).to(tl.int64) * BT
     b = tl.program_id(2).to(tl.int64)
     inside = channels < C
     x += b * across
-    dy += b * T * C
+    dy += b * T * width - begin
     dx += b * T * C
     reset += b * T
     partial += (b * tl.num_programs(1) + tl.program_id(1)) * ((W + 1) * C)
@@ -145,13 +194,13 @@ def _backward_kernel(
     doffset = zero
     for i in range(0, BT, UNROLLED):
         rows = _rows(x, first + i, T, stride, channels, inside)
-        gradients = _rows(dy, first + i, T, C, channels, inside)
+        gradients = _rows(dy, first + i, T, width, channels, inside)
         for j in tl.static_range(UNROLLED):
             t = first + i + j
             now = rows[j].to(tl.float32)
             age = _age(age, reset, t, T, RESET)
             past = _reached(before, age)
-            g = _gradient(gradients[j], now, past, offset, taps)
+            g = _gradient(gradients[j], now, past, offset, taps, factor, eps, HEAD, BC)
             doffset += g
             dtaps = (dtaps[0] + g * now, dtaps[1] + g * past[0], dtaps[2] + g * past[1], dtaps[3] + g * past[2])
             done, pending = _spread(g, age, taps, pending)
@@ -160,12 +209,13 @@ def _backward_kernel(
             before = (now, before[0], before[1])
     # the next strip's tokens, for what they read of this one
     rows = _rows(x, first + BT, T, stride, channels, inside)
-    gradients = _rows(dy, first + BT, T, C, channels, inside)
+    gradients = _rows(dy, first + BT, T, width, channels, inside)
     for j in tl.static_range(TAPS - 1):
         t = first + BT + j
         now = rows[j].to(tl.float32)
         age = _age(age, reset, t, T, RESET)
-        g = _gradient(gradients[j], now, _reached(before, age), offset, taps)
+        past = _reached(before, age)
+        g = _gradient(gradients[j], now, past, offset, taps, factor, eps, HEAD, BC)
         done, pending = _spread(g, age, taps, pending)
         tl.store(dx + (t - 3) * C + channels, done.to(dx.dtype.element_ty), mask=_among(t - 3, 0, T, inside))
         before = (now, before[0], before[1])
@@ -174,40 +224,93 @@ def _backward_kernel(
     tl.store(partial + W * C + channels, doffset, mask=inside)
 
 
-def _call(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> tuple[Tensor, tuple, tuple, dict]:
-    """x with neighbouring channels, the tensors as the kernels take them, the grid, and the kernels' constants."""
+@triton.jit(do_not_specialize=["T"])
+def _backward_kernel(
+    dq, dk, dv, x, weight, bias, reset, dx, partial, T, across, stride, scale, eps, C: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr, RESET: tl.constexpr, KEYS: tl.constexpr,
+    HEAD: tl.constexpr,
+):
+    channel = tl.program_id(0) * BC
+    if HEAD == 0:
+        _backward_strip(
+            dv, x, weight, bias, reset, dx, partial, T, across, stride, 1.0, eps, 0, C, C, W, BT, BC, BIAS, RESET, 0
+        )
+    elif channel < 2 * KEYS:
+        queries = channel < KEYS
+        dy = dk
+        if queries:
+            dy = dq
+        _backward_strip(
+            dy, x, weight, bias, reset, dx, partial, T, across, stride, tl.where(queries, scale, 1.0), eps,
+            tl.where(queries, 0, KEYS), KEYS, C, W, BT, BC, BIAS, RESET, HEAD,
+        )
+    else:
+        _backward_strip(
+            dv, x, weight, bias, reset, dx, partial, T, across, stride, 1.0, eps, 2 * KEYS, C - 2 * KEYS, C, W, BT, BC,
+            BIAS, RESET, 0,
+        )
+
+
+class Heads(NamedTuple):
+    """Of queries, keys and values side by side: how many heads of keys, their width, what queries are multiplied by,
+    and what is added to a head's squares."""
+
+    groups: int
+    key_dim: int
+    scale: float
+    eps: float
+
+
+def _call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None, heads: Heads | None, strip: int
+) -> tuple[Tensor, tuple, tuple, tuple, dict]:
+    """x with neighbouring channels, the tensors as the kernels take them, the grid of strips of so many tokens, and the
+    kernels' numbers and constants."""
     if x.stride(2) != 1:
         x = x.contiguous()
     batch, tokens, channels = x.shape
     weight = weight.contiguous()
     mask = weight if reset is None else reset.contiguous().view(torch.uint8)
-    block = 256  # channels, eight for each lane of a warp
+    block = 256  # channels; heads are best summed in one warp, whose lanes then have eight each
+    keys, width, scale, eps = 0, 0, 1.0, 0.0
+    if heads is not None:
+        keys, width, scale, eps = heads.groups * heads.key_dim, heads.key_dim, heads.scale, heads.eps
+        while block > width and keys % block:
+            block //= 2
     options = {
-        "C": channels, "W": weight.shape[1], "BT": TOKENS, "BC": block, "BIAS": bias is not None,
-        "RESET": reset is not None, "num_warps": 1, "enable_fp_fusion": True,
+        "C": channels, "W": weight.shape[1], "BT": strip, "BC": block, "BIAS": bias is not None,
+        "RESET": reset is not None, "KEYS": keys, "HEAD": width, "num_warps": 2 if heads is None else 1,
+        "enable_fp_fusion": True,
     }
-    grid = (triton.cdiv(channels, block), triton.cdiv(tokens, TOKENS), batch)
-    return x, (weight, weight if bias is None else bias.contiguous(), mask), grid, options
+    grid = (triton.cdiv(channels, block), triton.cdiv(tokens, strip), batch)
+    numbers = (tokens, x.stride(0), x.stride(1), scale, eps)
+    return x, (weight, weight if bias is None else bias.contiguous(), mask), grid, numbers, options
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
-    """See :func:`surgery.kernels.convolution.causal_conv`."""
-    x, tensors, grid, options = _call(x, weight, bias, reset)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _forward_kernel[grid](x, *tensors, y, x.shape[1], x.stride(0), x.stride(1), **options)
-    return y
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None, heads: Heads | None = None
+) -> tuple[Tensor, ...]:
+    """See :func:`surgery.kernels.convolution.causal_conv`, or ``normalised_conv``."""
+    x, tensors, grid, numbers, options = _call(x, weight, bias, reset, heads, 64)
+    channels, keys = x.shape[2], options["KEYS"]
+    widths = (channels,) if heads is None else (keys, keys, channels - 2 * keys)
+    outs = tuple(torch.empty(*x.shape[:2], width, dtype=x.dtype, device=x.device) for width in widths)
+    _forward_kernel[grid](x, *tensors, outs[0], outs[len(outs) // 2], outs[-1], *numbers, **options)
+    return outs
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias; each strip's part of the last two is written out and summed afterwards."""
-    x, tensors, grid, options = _call(x, weight, bias, reset)
+    gradients: tuple[Tensor, ...], x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None,
+    heads: Heads | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and those of weight and bias [W + 1, C]; each strip's part of these is written out and summed
+    afterwards."""
+    x, tensors, grid, numbers, options = _call(x, weight, bias, reset, heads, 64 if heads is None else 128)
+    gradients = [gradient.contiguous() for gradient in gradients]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = weight.shape[1]
     partial = torch.empty(grid[1] * grid[2], width + 1, x.shape[2], dtype=torch.float32, device=x.device)
     _backward_kernel[grid](
-        dy.contiguous(), x, *tensors, dx, partial, x.shape[1], x.stride(0), x.stride(1), **options
+        gradients[0], gradients[len(gradients) // 2], gradients[-1], x, *tensors, dx, partial, *numbers, **options
     )
-    sums = partial.sum(0)
-    return dx, sums[:width].T.contiguous(), sums[width].clone()
+    return dx, partial.sum(0)

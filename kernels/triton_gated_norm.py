@@ -114,16 +114,17 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 def _call(
     x: Tensor, gate: Tensor, values: Tensor | None, groups: int, sigmoid: bool, gate_first: bool, programs: int
 ) -> tuple[tuple, tuple, tuple[int, int], dict]:
-    """x, gate and values as the kernels take them, the numbers that follow the tensors, the grid and the constants."""
+    """x, gate and values as the kernels take them, the numbers that follow the tensors, the grid, of at most so many
+    ``programs`` a group, and the constants."""
     (x, *strides), (gate, stride_gate) = _rows(x), _rows(gate)
     skipped = values is not None
     values, stride_values = _rows(values) if skipped else (x, 0)
     batch, tokens, channels = x.shape
     width = channels // groups
     block = triton.next_power_of_2(width)
-    tile = max(1, 2048 // block)  # tokens
+    tile = max(1, 1024 // block)  # tokens
     tiles = triton.cdiv(batch * tokens, tile)
-    steps = triton.cdiv(tiles, max(1, programs // groups))
+    steps = triton.cdiv(tiles, programs)
     constants = {
         "S": width, "BR": tile, "BS": block, "SIGMOID": sigmoid, "GATE_FIRST": gate_first, "SKIP": skipped,
         "num_warps": min(16, max(4, tile * block // 1024)), "enable_fp_fusion": True,
@@ -148,8 +149,8 @@ def forward(
 def backward(
     dout: Tensor, x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int,
     eps: float, sigmoid: bool, gate_first: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, gate, weight and skip; each program's part of the last two is summed afterwards."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, gate, and of weight and skip [2, C]; each program's part of these is summed afterwards."""
     (x, gate, values), numbers, grid, constants = _call(x, gate, values, groups, sigmoid, gate_first, 512)
     dx, dgate = (torch.empty(x.shape, dtype=y.dtype, device=x.device) for y in (x, gate))
     weight = weight.contiguous()
@@ -158,5 +159,4 @@ def backward(
     _backward_kernel[grid](
         dout.contiguous(), x, gate, weight, values, skip, dx, dgate, partial, eps, *numbers, **constants
     )
-    dweight, dskip = partial.sum(0)
-    return dx, dgate, dweight.clone(), dskip.clone()
+    return dx, dgate, partial.sum(0)

@@ -5,9 +5,9 @@ added; its elimination gives the gains h and the inverse J of the unit lower fac
 
     U = (R * J) (C K P + N K)        P <- C P + N I - (sqrt(w) U)^T (sqrt(w) U),    w_s = C/C_s r_s h_s
 
-The elimination goes by halves of a chunk, 32 tokens. Every warp holds all of a half, a row of S and of J in one register
-of each lane, so its tokens need no barrier, and a token's chain is one exchange between lanes, one reciprocal and a few
-products. What the first half's columns take from the second is three small products.
+The elimination goes by halves of a chunk, 32 tokens. Every warp holds all of a half, a row of S and of J in one
+register of each lane, so its tokens need no barrier, and a token's chain is one exchange between lanes, one reciprocal
+and a few products. What the first half's columns take from the second is three small products.
 
 P lives in device memory between the chunks (the backward pass wants it there), and in the second-level cache in truth.
 Every product that involves P, S or U keeps float32's digits: six passes of bf16, or three where the keys are bf16.

@@ -14,7 +14,7 @@ from ..chunks import MAX_HEADS, on_its_device, step_gradients
 from ..chunks import fused as wanted
 
 # whether the kernels run unasked
-BY_DEFAULT = False
+BY_DEFAULT = True
 MAX_KEY = 256  # programs of the scans hold all of a key
 KEY_BLOCK = 64  # keys that a program of the gradients takes at most; narrower keys are one block
 
@@ -53,8 +53,8 @@ class Delta(torch.autograd.Function):
 def gate_gradients(
     dbeta: Tensor, read: Tensor, written: Tensor, states: Tensor, through: Tensor, whole: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of beta and of the log decays [B, N, C, H] from what the kernels sum: over pairs of tokens ``dbeta``,
-    ``read`` and ``written`` [B, N, H, C], over blocks of keys ``states`` [P, 3, B, N, H, C] and ``through``
+    """The gradients of beta and of the log decays [B, N, C, H] from what the kernels sum: over pairs of tokens
+    ``dbeta``, ``read`` and ``written`` [B, N, H, C], over blocks of keys ``states`` [P, 3, B, N, H, C] and ``through``
     [P, B, N, H]; ``whole`` [B, N, H]."""
     of_step, carried, recalled = states.sum(0).unbind()
     sums = (x.transpose(2, 3) for x in (read, written, carried, recalled))

@@ -38,11 +38,12 @@ def _within(total, tokens):
 
 
 @triton.jit
-def _place(H, G):
-    """This program's chunk, its head there and among all, and its key head."""
-    here = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(0) % H
-    return here // H, h, here, h // (H // G)
+def _place(H, G, BLOCKS: tl.constexpr):
+    """This program's chunk, its head there and among all, its key head, and its block of columns; those of one chunk
+    follow each other, so that the second-level cache gives the second what the first has read."""
+    here = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    h = (tl.program_id(0) // BLOCKS) % H
+    return here // H, h, here, h // (H // G), tl.program_id(0) % BLOCKS
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _pairs_kernel(
 ):
     """What pairs of tokens are to each other: the queries' weights, and P, from the inverses of the diagonal blocks of
     b tokens, merged two by two: each pair's lower left block is -inverse lower inverse, in float32's precision."""
-    n, _, here, group = _place(H, G)
+    n, _, here, group, _ = _place(H, G, 1)
     tokens = tl.arange(0, C)
     asked, alike = _pairs(q + group * K, k + group * K, n * C + tokens, stride_k, K, C, BK)
     within = _within(total + here * C, tokens)
@@ -87,9 +88,9 @@ def _output_kernel(
     q, met, corrections, scores, from_start, o, stride_k, H, G, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):
-    n, h, here, group = _place(H, G)
+    n, h, here, group, block = _place(H, G, (V + BV - 1) // BV)
     tokens = tl.arange(0, C)
-    columns = tl.program_id(1) * BV + tl.arange(0, BV)
+    columns = block * BV + tl.arange(0, BV)
     at = n * C + tokens
     out = tl.zeros((C, BV), tl.float32)
     for first in range(0, K, BK):
@@ -109,20 +110,20 @@ def _reads_kernel(
     BK: tl.constexpr, BV: tl.constexpr,
 ):
     """The outputs' part in the gradients of the corrections and of the states met."""
-    n, h, here, group = _place(H, G)
+    n, h, here, group, block = _place(H, G, (V + BV - 1) // BV)
     tokens = tl.arange(0, C)
-    columns = tl.program_id(1) * BV + tl.arange(0, BV)
+    columns = block * BV + tl.arange(0, BV)
     at = n * C + tokens
     dd = _tile(do, at * H + h, V, columns, V)
     corrected = tl.dot(tl.trans(_tile(scores + here * (C * C), tokens, C, tokens, C)), dd)
-    place = dcorrections + (here * C + tokens)[:, None] * V + columns[None, :]
-    tl.store(place, corrected.to(dcorrections.dtype.element_ty), mask=(columns < V)[None, :])
+    rows = (here * C + tokens)[:, None] * V + columns[None, :]
+    tl.store(dcorrections + rows, corrected.to(dcorrections.dtype.element_ty), mask=(columns < V)[None, :])
     reads = (dd.to(tl.float32) * tl.load(from_start + here * C + tokens)[:, None]).to(dd.dtype)
     for first in range(0, K, BK):
         keys = first + tl.arange(0, BK)
         read = tl.dot(tl.trans(_tile(q + group * K, at, stride_k, keys, K)), reads)
-        place = dmet + here * (K * V) + keys[:, None] * V + columns[None, :]
-        tl.store(place, read.to(dmet.dtype.element_ty), mask=(keys < K)[:, None] & (columns < V)[None, :])
+        tile = here * (K * V) + keys[:, None] * V + columns[None, :]
+        tl.store(dmet + tile, read.to(dmet.dtype.element_ty), mask=(keys < K)[:, None] & (columns < V)[None, :])
 
 
 @triton.jit(do_not_specialize=["H", "G"])
@@ -132,7 +133,7 @@ def _pairs_gradient_kernel(
 ):
     """The gradients of v, of the products of keys and queries (``dscores``) and of keys (``dlower``), and their sums by
     token, ``dbeta`` without what the state says of the values. ``adjoints`` are P^T times those of the corrections."""
-    n, h, here, group = _place(H, G)
+    n, h, here, group, _ = _place(H, G, 1)
     tokens = tl.arange(0, C)
     at = n * C + tokens
     step = tl.load(beta + here * C + tokens)
@@ -175,15 +176,15 @@ def _keys_gradient_kernel(
     """The gradients of q and k, for each value head, and these keys' part in what a token exchanges with the states:
     in the gradient of beta, and in the sums ``carried`` and ``recalled``. A token's sum over values of q M times do is
     that over keys of q times do M^T, which the gradients need anyway."""
-    n, h, here, group = _place(H, G)
+    n, h, here, group, block = _place(H, G, (K + BK - 1) // BK)
     tokens = tl.arange(0, C)
-    keys = tl.program_id(1) * BK + tl.arange(0, BK)
+    keys = block * BK + tl.arange(0, BK)
     at = n * C + tokens
     asked = tl.zeros((C, BK), tl.float32)
     kept = tl.zeros((C, BK), tl.float32)
     known = tl.zeros((C, BK), tl.float32)
-    # its diagonal is wanted. Not by elementwise products: of a tile that these and products of matrices take, Triton 3.6
-    # keeps one buffer too few, and loads the next while tensor cores still read
+    # its diagonal is wanted. Not by elementwise products: of a tile that these and products of matrices take, Triton
+    # 3.6 keeps one buffer too few, and loads the next while tensor cores still read
     both = tl.zeros((BK, BK), tl.float32)
     for first in range(0, V, BV):
         columns = first + tl.arange(0, BV)
@@ -204,12 +205,12 @@ def _keys_gradient_kernel(
     of_step = -tl.sum(known * own, 1)
     own_keys = tl.arange(0, BK)
     diagonal = tl.where(own_keys[:, None] == own_keys[None, :], 1.0, 0.0)
-    programs = tl.num_programs(0).to(tl.int64)
-    place = sums + (tl.program_id(1) * 3 * programs + here) * C + tokens
+    programs = (tl.num_programs(0) // ((K + BK - 1) // BK)).to(tl.int64)
+    place = sums + (block * 3 * programs + here) * C + tokens
     tl.store(place, of_step)
     tl.store(place + programs * C, tl.sum(kept * own, 1))
     tl.store(place + 2 * programs * C, tl.sum(asked * queries, 1) + of_step * step)
-    tl.store(through + tl.program_id(1) * programs + here, tl.sum(tl.sum(both * diagonal, 1), 0))
+    tl.store(through + block * programs + here, tl.sum(tl.sum(both * diagonal, 1), 0))
 
     own_scores = _tile(dscores + here * (C * C), tokens, C, tokens, C)
     lower = _tile(dlower + here * (C * C), tokens, C, tokens, C)
@@ -254,7 +255,7 @@ def forward(
     met, corrections, final = triton_states.scan(solve, beta, v, k, from_start, to_end, whole, start)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     width = _block(value_dim, 128)
-    _output_kernel[(programs, triton.cdiv(value_dim, width))](
+    _output_kernel[(programs * triton.cdiv(value_dim, width),)](
         q, met, corrections, scores, from_start, o, stride_k, heads, groups, V=value_dim, BV=width, num_stages=3,
         **sizes,
     )
@@ -276,7 +277,7 @@ def backward(
     sizes = {"V": value_dim, "C": length, "K": key_dim, "BK": block, "num_warps": 4, "enable_fp_fusion": True}
     dcorrections = torch.empty(corrections.shape, dtype=k.dtype, device=k.device)
     dmet = torch.empty(met.shape, dtype=k.dtype, device=k.device)
-    _reads_kernel[(programs, triton.cdiv(value_dim, wide))](
+    _reads_kernel[(programs * triton.cdiv(value_dim, wide),)](
         q, do, scores, from_start, dcorrections, dmet, stride_k, heads, groups, BV=wide, num_stages=1, **sizes
     )
     left, _, adjoints, dstart = triton_states.adjoint(
@@ -295,7 +296,7 @@ def backward(
     parts = triton.cdiv(key_dim, block)
     sums = torch.empty(parts, 3, batch, chunks, heads, length, dtype=torch.float32, device=k.device)
     through = torch.empty(parts, batch, chunks, heads, dtype=torch.float32, device=k.device)
-    _keys_gradient_kernel[(programs, parts)](
+    _keys_gradient_kernel[(programs * parts,)](
         q, k, beta, do, met, left, corrections, adjoints, from_start, to_end, dscores, dlower, dq, dk, sums, through,
         stride_k, heads, groups, BV=width, num_stages=2, **sizes,
     )

@@ -119,7 +119,13 @@ class Graft(nn.Module):
         """Weight [C, 1, W] and bias [C] of the convolution, or None where the mixer has none."""
         raise NotImplementedError
 
-    def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
+    def _convolve(
+        self, x: Tensor, past: Tensor | None, weight: Tensor, bias: Tensor | None, reset: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """:func:`causal_conv`; or, where a family's kernel gives them, the parts of it that ``_compose`` makes."""
+        return causal_conv(x, past, weight, bias, reset)
+
+    def _compose(self, hidden: Tensor, x: Tensor | tuple[Tensor, ...], rest: tuple[Tensor, ...]) -> MemoryInputs:
         """The memory's inputs from the convolved projections ``x`` [B, T, C]; the caller adds mask and reset."""
         raise NotImplementedError
 
@@ -198,7 +204,7 @@ class Graft(nn.Module):
             if window is not None:
                 past = window[..., window.shape[-1] - (width - 1) :].transpose(1, 2)
             window = _window(x, past, reset, width)
-            x = causal_conv(x, past, weight, bias, reset)
+            x = (causal_conv if mask is not None else self._convolve)(x, past, weight, bias, reset)
         if mask is not None:
             x = x * mask[..., None].to(x.dtype)
         return replace(self._compose(hidden, x, rest), mask=mask, reset=reset), rest, window

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from surgery.graft.base import Graft, RMSNorm, project, wide
 from surgery.graft.compiling import settled
-from surgery.kernels import gated_norm
+from surgery.kernels import convolution, gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
 GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
+NORM_EPS = 1e-6  # what fla and transformers add to the squares of a head of queries or keys
 
 
-def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2_normalised(x: Tensor, eps: float = NORM_EPS) -> Tensor:
     """x / sqrt(|x|^2 + eps) over the last dimension, in float32, returned in x's dtype."""
     y = wide(x)
     return (y * torch.rsqrt(y.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
@@ -74,13 +75,24 @@ class DeltaGraft(Graft):
         """Log decay in float32 from its projection."""
         return -wide(self.A_log).exp() * F.softplus(wide(settled(a)) + wide(self.dt_bias))
 
-    def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
+    def _convolve(
+        self, x: Tensor, past: Tensor | None, weight: Tensor, bias: Tensor | None, reset: Tensor | None
+    ) -> Tensor | tuple[Tensor, ...]:
         g = self.geometry
-        q, k, v = x.split([self.keys, self.keys, self.values], dim=-1)
-        q, k = (l2_normalised(part.unflatten(-1, (g.num_key_heads, g.key_dim))) for part in (q, k))
+        if past is not None or not convolution.fused_heads(x, weight.shape[-1], g.key_dim):
+            return super()._convolve(x, past, weight, bias, reset)
+        heads = {"groups": g.num_key_heads, "key_dim": g.key_dim, "scale": g.key_dim**-0.5, "eps": NORM_EPS}
+        return convolution.normalised_conv(x, weight[:, 0], bias, reset, **heads)
+
+    def _compose(self, hidden: Tensor, x: Tensor | tuple[Tensor, ...], rest: tuple[Tensor, ...]) -> MemoryInputs:
+        g = self.geometry
+        q, k, v = x if isinstance(x, tuple) else x.split([self.keys, self.keys, self.values], dim=-1)
+        q, k = (part.unflatten(-1, (g.num_key_heads, g.key_dim)) for part in (q, k))
+        if not isinstance(x, tuple):
+            q, k = l2_normalised(q) * g.key_dim**-0.5, l2_normalised(k)
         return MemoryInputs(
             hidden=hidden,
-            q=q * g.key_dim**-0.5,
+            q=q,
             k=k,
             v=v.unflatten(-1, (g.num_heads, g.value_dim)),
             log_decay=self._log_decay(rest[0]),

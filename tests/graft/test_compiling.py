@@ -12,8 +12,8 @@ from surgery.memory import MemoryGeometry, create
 GRAFTS = {"additive": Mamba2Graft, "delta": GatedDeltaGraft}
 
 
-def make(style: str, rule: str = "host"):
-    return GRAFTS[style](create(rule, MemoryGeometry(style, 24, 4, 2, 8, 12)))
+def make(style: str, rule: str = "host", key_dim: int = 8):
+    return GRAFTS[style](create(rule, MemoryGeometry(style, 24, 4, 2, key_dim, 12)))
 
 
 @pytest.fixture
@@ -135,16 +135,17 @@ def test_where_training_compiles(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("style", "rule", "kernels"),
+    ("style", "rule", "kernels", "key_dim"),
     [
-        ("additive", "host", ""), ("additive", "host", "chunked"), ("additive", "palimpsa", ""),
-        ("delta", "host", "triton"), ("delta", "host", "chunked"), ("delta", "bayesian", ""),
+        ("additive", "host", "", 8), ("additive", "host", "chunked", 8), ("additive", "palimpsa", "", 8),
+        ("delta", "host", "triton", 8), ("delta", "host", "", 64), ("delta", "host", "chunked", 8),
+        ("delta", "bayesian", "", 8), ("delta", "bayesian", "", 64),
     ],
 )
-def test_compiled_on_a_gpu(monkeypatch, style, rule, kernels):
+def test_compiled_on_a_gpu(monkeypatch, style, rule, kernels, key_dim):
     """Inductor's kernels under bfloat16 autocast, against the float32 mixer: no further off than the eager mixer."""
     monkeypatch.setenv("SURGERY_KERNELS", kernels)
-    graft = make(style, rule).cuda()
+    graft = make(style, rule, key_dim).cuda()
     graft.memory.dose.fill_(1.0)
     hidden, reset = torch.randn(2, 333, 24, device="cuda"), torch.rand(2, 333, device="cuda") < 0.02
     weight = torch.randn(2, 333, 24, device="cuda")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from surgery.graft.base import causal_conv
+from surgery.graft.gated_delta import l2_normalised
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -38,11 +39,36 @@ def test_forward_and_backward(tokens, width, packed, biased):
         x, weight.detach()[:, 0].float().to(DEVICE), bias.detach().float().to(DEVICE) if biased else None,
         None if reset is None else reset.to(DEVICE),
     )
-    y = forward(*arguments)
-    dx, dweight, dbias = backward(dy.float().to(DEVICE), *arguments)
-    found = [y, dx, dweight[:, None], *([dbias] if biased else [])]
+    (y,) = forward(*arguments)
+    dx, rows = backward((dy.float().to(DEVICE),), *arguments)
+    found = [y, dx, rows[:-1].T[:, None], *([rows[-1]] if biased else [])]
     for one, other in zip(found, (expected, *wanted), strict=True):
         torch.testing.assert_close(one.double().cpu(), other.detach(), rtol=1e-5, atol=1e-5)
+
+
+@device_test
+@pytest.mark.parametrize(("groups", "key_dim", "values"), [(1, 256, 300), (3, 32, 40), (4, 64, 256)])
+def test_normalised_heads(groups, key_dim, values):
+    """Queries, keys and values apart, heads of one and of several in a block of channels."""
+    from surgery.kernels.triton_convolution import Heads, backward, forward
+
+    batch, tokens, keys = 2, 70, groups * key_dim
+    heads = Heads(groups, key_dim, key_dim**-0.5, 1e-6)
+    x = torch.randn(batch, tokens, 2 * keys + values + 5)[..., 2:-3].double().requires_grad_()
+    weight = torch.randn(2 * keys + values, 1, 4, dtype=torch.float64, requires_grad=True)
+    reset = torch.rand(batch, tokens) < 0.1
+    convolved = causal_conv(x, torch.zeros(batch, 3, x.shape[-1]), weight, None, reset)
+    q, k, v = convolved.split([keys, keys, values], dim=-1)
+    q, k = (l2_normalised(part.unflatten(-1, (groups, key_dim)), heads.eps).flatten(-2) for part in (q, k))
+    expected = q * heads.scale, k, v
+    weights = [torch.randn_like(part) for part in expected]
+    wanted = torch.autograd.grad(expected, [x, weight], weights)
+
+    found = x.detach().float().to(DEVICE), weight.detach()[:, 0].float().to(DEVICE), None, reset.to(DEVICE)
+    outs = forward(*found, heads)
+    dx, rows = backward(tuple(w.float().to(DEVICE) for w in weights), *found, heads)
+    for one, other in zip((*outs, dx, rows[:-1].T[:, None]), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(one.double().cpu(), other.detach(), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.gpu

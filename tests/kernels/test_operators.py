@@ -127,6 +127,9 @@ def everything(device: str, dtype: torch.dtype) -> None:
     for options in ((bias, reset), (None, None)):
         agree(convolution._forward, x, weight, *options)
         agree(convolution._backward, dy, x, weight, *options)
+        heads = 2, 32, 0.5, 1e-6
+        agree(convolution._forward_heads, x, weight, *options, *heads)
+        agree(convolution._backward_heads, *dy.split([64, 64, 72], dim=-1), x, weight, *options, *heads)
     for skip in ((values, bias), (None, None)):
         arguments = x, gate, bias, *skip, 2, 1e-5, False, True
         agree(gated_norm._forward, *arguments)
@@ -138,4 +141,4 @@ def everything(device: str, dtype: torch.dtype) -> None:
     state, met = x["state"].mT.contiguous(), x["met"].mT.contiguous()
     gates = x["by_head"], x["total"].transpose(2, 3), x["by_head"], x["by_head"], x["whole"]
     agree(delta._forward, q, k, v, *gates, state)
-    agree(delta._backward, do, state, q, k, v, *gates, x["square"], met, x["chunk"])
+    agree(delta._backward, do, state, q, k, v, *gates, x["square"], x["square"], met, x["chunk"])
