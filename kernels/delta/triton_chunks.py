@@ -183,8 +183,7 @@ def _keys_gradient_kernel(
     asked = tl.zeros((C, BK), tl.float32)
     kept = tl.zeros((C, BK), tl.float32)
     known = tl.zeros((C, BK), tl.float32)
-    # its diagonal is wanted. Not by elementwise products: of a tile that these and products of matrices take, Triton
-    # 3.6 keeps one buffer too few, and loads the next while tensor cores still read
+    # its diagonal is wanted. Not by elementwise products: see ``_stages``
     both = tl.zeros((BK, BK), tl.float32)
     for first in range(0, V, BV):
         columns = first + tl.arange(0, BV)
@@ -225,6 +224,13 @@ def _keys_gradient_kernel(
 
 def _block(size: int, most: int = 64) -> int:
     return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def _stages(key_block: int, length: int) -> int:
+    """Tiles of the keys' gradient that may be on their way together. Two, where all of its products are the tensor
+    cores' own, of 64 rows: of a tile that registers and asynchronous products both take, Triton 3.6 keeps one buffer
+    too few, and loads the next tile while the tensor cores still read (errors of 1e-2 on an H200)."""
+    return 2 if min(key_block, length) >= 64 else 1
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -298,7 +304,7 @@ def backward(
     through = torch.empty(parts, batch, chunks, heads, dtype=torch.float32, device=k.device)
     _keys_gradient_kernel[(programs * parts,)](
         q, k, beta, do, met, left, corrections, adjoints, from_start, to_end, dscores, dlower, dq, dk, sums, through,
-        stride_k, heads, groups, BV=width, num_stages=2, **sizes,
+        stride_k, heads, groups, BV=width, num_stages=_stages(block, length), **sizes,
     )
     if heads != groups:
         dq, dk = (x.unflatten(3, (groups, -1)).sum(4).to(k.dtype) for x in (dq, dk))

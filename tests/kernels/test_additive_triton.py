@@ -214,7 +214,7 @@ def gradients(form, arguments, reset, weights):
     return *outputs, *torch.autograd.grad(total, list(leaves.values()))
 
 
-def largest_error(form, rule, arguments, reset, without=()):
+def largest_error(form, rule, arguments, reset):
     exact = {name: x.double() for name, x in arguments.items()}
     shapes = (arguments["v"].shape, arguments["state"].shape)
     # like the outputs, of bfloat16 numbers
@@ -223,7 +223,7 @@ def largest_error(form, rule, arguments, reset, without=()):
     found = gradients(form, arguments, reset, weights)
     names = ("o", "after", *arguments)
     errors = {name: relative(one, other) for name, one, other in zip(names, found, expected, strict=True)}
-    return max(error for name, error in errors.items() if name not in without), found
+    return max(errors.values()), found
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -239,14 +239,13 @@ def test_half_precision_operands(rule, tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["", "triton", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (48, 96), (256, 256)])
-@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 64), (48, 96), (256, 256), (24, 160)])
+@pytest.mark.parametrize("tokens", [1, 25, 63, 1000])
 @pytest.mark.parametrize("rule", RULES)
 def test_on_a_gpu(poisoned, monkeypatch, rule, tokens, key_dim, value_dim, dtype, kernels):
     monkeypatch.setenv("SURGERY_KERNELS", kernels)
     arguments, reset = problem(rule, tokens, key_dim, value_dim, "cuda", dtype)
-    # of one token, the decay's gradient is an inner product of two random states, which may come out near zero
-    error, found = largest_error(RULES[rule][0], rule, arguments, reset, () if tokens > 1 else ("log_decay",))
+    error, found = largest_error(RULES[rule][0], rule, arguments, reset)
     assert error < (HALF[rule] if dtype == torch.bfloat16 else 1e-5)
     assert all(x.isfinite().all() for x in found)
 
