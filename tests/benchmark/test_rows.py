@@ -24,7 +24,7 @@ def on_a_cpu(monkeypatch):
         monkeypatch.setitem(models.LAYERS, shape, [1])
     monkeypatch.setattr(models, "DEVICE", "cpu")
     ran = []
-    monkeypatch.setattr(measures, "median", lambda run, count: ran.append(run()) or 2.0)
+    monkeypatch.setattr(measures, "median", lambda run, count, calls=1: ran.append(run()) or 2.0)
     monkeypatch.setattr(measures, "peak", lambda: 0.0)
     monkeypatch.setattr(measures, "compiled_mixers", lambda active=True: measures.torch.enable_grad())
     return ran
