@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-BENCHES = ("palimpsa", "bayesian")
+BENCHES = ("palimpsa", "bayesian", "hosts")
 
 
 def main(arguments: list[str] | None = None) -> int:

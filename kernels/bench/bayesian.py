@@ -1,32 +1,22 @@
-"""The Bayesian rule on a GPU: forward, forward and backward, peak memory, each kernel, the covariance pass's layouts,
-decode; beside torch's chunked form, a recursion token by token, and MesaNet and the gated delta rule where fla is
-installed. Every figure is printed to stderr once it is known; other rules' come last, since they tune themselves for
-minutes."""
+"""The Bayesian rule on a GPU: forward, forward and backward, peak memory, decode; beside MesaNet and the gated delta
+rule where fla is installed; then each kernel, other layouts of the covariance pass, and torch's chunked form and a
+recursion token by token. Every figure is printed to stderr once it is known, the slowest to get last: fla's rules tune
+themselves for minutes."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.testing
 from torch import Tensor
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class Shape(NamedTuple):
-    batch: int
-    tokens: int
-    heads: int
-    groups: int
-    key_dim: int
-    value_dim: int
+from . import timing
+from .timing import DTYPES, Shape
 
 
 class Stored(NamedTuple):
@@ -55,10 +45,10 @@ DECODE = Shape(64, 1, 16, 16, 128, 128)
 
 def inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, requires_grad: bool = False) -> dict[str, Tensor]:
     """Random arguments of ``bayesian``: unit keys, decays from 0.55 to nearly 1, restoring noise at full retention."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(timing.DEVICE).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device="cuda")
+        return torch.randn(*size, generator=generator, device=timing.DEVICE)
 
     batch, tokens, heads, groups, key_dim, value_dim = shape
     k = torch.nn.functional.normalize(normal(batch, tokens, groups, key_dim), dim=-1).to(dtype)
@@ -75,7 +65,7 @@ def inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, requires_grad: bo
         "decay": decay,
         "cov_decay_sqrt": decay.clone(),
         "process_noise": noise,
-        "precision": torch.ones(heads, device="cuda"),
+        "precision": torch.ones(heads, device=timing.DEVICE),
         "observation_noise": torch.maximum((1 / strength - square).clamp(min=0), 1e-4 * p0 - noise),
         "erase": one,
         "shrink": one.clone(),
@@ -85,20 +75,11 @@ def inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, requires_grad: bo
     return {name: x.requires_grad_(requires_grad) for name, x in arguments.items()}
 
 
-def _median(run: Callable, milliseconds: int) -> float:
-    return triton.testing.do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
-
-
-def _say(name: str, figures: dict[str, float | str]) -> None:
-    known = ", ".join(f"{key} {x if isinstance(x, str) else f'{x:.3f}'}" for key, x in figures.items())
-    print(f"{name}: {known}", file=sys.stderr, flush=True)
-
-
-def _public(name: str, dtype: torch.dtype, milliseconds: int) -> dict[str, float | str]:
+def _public(name: str, dtype: torch.dtype, milliseconds: int) -> dict[str, dict[str, float | str]]:
     """Forward, and forward and backward where fla runs them, of its rules; empty where it is not installed."""
     shape = SHAPES[name]
     if importlib.util.find_spec("fla") is None:
-        return {}
+        return {"public": {}}
     arguments = inputs(shape, dtype)
     q, k = (arguments[name].repeat_interleave(shape.heads // shape.groups, 2) for name in "qk")
     v, g = arguments["v"], arguments["decay"].log()
@@ -122,11 +103,11 @@ def _public(name: str, dtype: torch.dtype, milliseconds: int) -> dict[str, float
         runs |= {f"{title}_forward_ms": forward, f"{title}_forward_backward_ms": both}
     for part in sorted(runs, key=lambda part: "backward" in part):
         try:
-            figures[part] = _median(runs[part], milliseconds)
+            figures[part] = timing.median(runs[part], milliseconds)
         except Exception as error:  # the library refuses some of its kernels on some compilers
             figures[part] = f"{type(error).__name__}"
-        _say(name, {part: figures[part]})
-    return figures
+        timing.say(name, {part: figures[part]})
+    return {"public": figures}
 
 
 def _once(run: Callable) -> float:
@@ -137,7 +118,7 @@ def _once(run: Callable) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def _torch_forms(arguments: dict[str, Tensor], do: Tensor) -> dict[str, float]:
+def _torch_forms(arguments: dict[str, Tensor]) -> dict[str, float]:
     """Milliseconds, once, of torch's forms: the chunked one, its covariance pass, and the recursion token by token."""
     from surgery.kernels.bayesian import chunked
     from surgery.kernels.bayesian.reference import bayesian as sequential
@@ -153,16 +134,11 @@ def _torch_forms(arguments: dict[str, Tensor], do: Tensor) -> dict[str, float]:
         out = chunked._covariance(*leaves[:3], x, leaves[3], None, start)
         torch.autograd.grad(out, leaves, out)
 
-    def forward(rule):
-        with torch.no_grad():
-            rule(**fixed, unit_gain=True)
-
-    def both():
-        torch.autograd.grad(chunked.bayesian(**arguments, unit_gain=True)[0], list(arguments.values()), do)
-
+    forward, both = timing.both_ways(functools.partial(chunked.bayesian, unit_gain=True), arguments)
+    token_by_token, _ = timing.both_ways(functools.partial(sequential, unit_gain=True), arguments)
     runs = {
-        "chunked_forward_ms": lambda: forward(chunked.bayesian), "chunked_forward_backward_ms": both,
-        "chunked_covariance_forward_backward_ms": covariance, "sequential_forward_ms": lambda: forward(sequential),
+        "chunked_forward_ms": forward, "chunked_forward_backward_ms": both,
+        "chunked_covariance_forward_backward_ms": covariance, "sequential_forward_ms": token_by_token,
     }
     figures = {}
     for name, run in runs.items():
@@ -200,7 +176,7 @@ def _layouts(forward: Callable, milliseconds: int) -> dict[str, float]:
     for other in ({}, {"block": 64, "warps": 4}, {"precision": "tf32x3"}):
         pass_.LAYOUT = usual._replace(**other)
         try:
-            figures[str(tuple(pass_.LAYOUT))] = _median(forward, milliseconds)
+            figures[str(tuple(pass_.LAYOUT))] = timing.median(forward, milliseconds)
         finally:
             pass_.LAYOUT = usual
     return figures
@@ -211,42 +187,34 @@ def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
 
     shape = SHAPES[name]
     arguments = inputs(shape, dtype, requires_grad=True)
-    do = torch.randn_like(arguments["v"])
-
-    def forward():
-        with torch.no_grad():
-            return bayesian(**arguments, unit_gain=True)
-
-    def both():
-        return torch.autograd.grad(bayesian(**arguments, unit_gain=True)[0], list(arguments.values()), do)
-
-    both()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    memory = (torch.cuda.max_memory_allocated() - before) / 2**20
-    row = {
-        "forward_ms": _median(forward, milliseconds), "forward_backward_ms": _median(both, milliseconds),
-        "peak_memory_mib": memory,
-    }
-    _say(name, row)
-    row["kernels_ms"] = _kernels(both)
-    _say(name, row["kernels_ms"])
+    forward, both = timing.both_ways(functools.partial(bayesian, unit_gain=True), arguments)
+    row = timing.timed(forward, both, milliseconds)
+    timing.say(name, row)
     row["shape"] = shape._asdict()
-    if name == "GDN-128":
-        row["layouts_ms"] = _layouts(forward, milliseconds // 4)
-        _say(name, row["layouts_ms"])
-        row["torch_ms"] = _torch_forms(arguments, do)
-        _say(name, row["torch_ms"])
     if name in STORED and dtype == torch.bfloat16:
         theirs = STORED[name]
         row["stored"] = {
             **theirs._asdict(), "forward_ratio": row["forward_ms"] / theirs.forward,
             "both_ratio": row["forward_backward_ms"] / theirs.both,
-            "memory_ratio": theirs.memory and memory / theirs.memory, "targets": TARGETS[theirs.rule],
+            "memory_ratio": theirs.memory and row["peak_memory_mib"] / theirs.memory, "targets": TARGETS[theirs.rule],
         }
     return row
+
+
+def _parts(name: str, dtype: torch.dtype, milliseconds: int) -> dict[str, dict[str, float]]:
+    """Each kernel's time; and, of the first shape, other layouts' and torch's forms'."""
+    from surgery.kernels.bayesian.triton import bayesian
+
+    arguments = inputs(SHAPES[name], dtype, requires_grad=True)
+    forward, both = timing.both_ways(functools.partial(bayesian, unit_gain=True), arguments)
+    figures = {"kernels_ms": _kernels(both)}
+    timing.say(name, figures["kernels_ms"])
+    if name == "GDN-128":
+        figures["layouts_ms"] = _layouts(forward, milliseconds // 4)
+        timing.say(name, figures["layouts_ms"])
+        figures["torch_ms"] = _torch_forms(arguments)
+        timing.say(name, figures["torch_ms"])
+    return figures
 
 
 def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
@@ -257,39 +225,34 @@ def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
     arguments = inputs(DECODE, dtype)
     del arguments["initial_covariance"]
     batch, _, heads, _, key_dim, value_dim = DECODE
-    eye = torch.eye(key_dim, device="cuda")
-    mean = torch.rand(batch, heads, key_dim, value_dim, device="cuda")
+    eye = torch.eye(key_dim, device=timing.DEVICE)
+    mean = torch.rand(batch, heads, key_dim, value_dim, device=timing.DEVICE)
     state = torch.cat((mean, eye.expand(batch, heads, -1, -1)), -1)
     other = torch.empty_like(state)
-    copy = _median(lambda: other.copy_(state), milliseconds)
-    step = _median(lambda: bayesian_step(**arguments, state=state), milliseconds)
+    copy = timing.median(lambda: other.copy_(state), milliseconds)
+    step = timing.median(lambda: bayesian_step(**arguments, state=state), milliseconds)
     usual, triton_decode.TILE = triton_decode.TILE, triton_decode.TILE // 4
     try:
-        smaller = _median(lambda: bayesian_step(**arguments, state=state), milliseconds)
+        smaller = timing.median(lambda: bayesian_step(**arguments, state=state), milliseconds)
     finally:
         triton_decode.TILE = usual
     figures = {"step_ms": step, "copy_ms": copy, "ratio": step / copy, "smaller_tile_ms": smaller}
-    _say("decode", figures)
+    timing.say("decode", figures)
     return {"shape": DECODE._asdict(), **figures}
 
 
 def measure(dtype: str, names: list[str], milliseconds: int, known: Callable[[dict], None]) -> dict:
     """Medians of every shape named, as a JSON-able dictionary; ``known`` gets it whenever it has grown."""
-    figures = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dtype": dtype,
-        "shapes": {},
-    }
+    figures = timing.environment(dtype)
     for name in names:
         figures["shapes"][name] = _one(name, DTYPES[dtype], milliseconds)
         known(figures)
     figures["decode"] = _decode(DTYPES[dtype], milliseconds)
     known(figures)
-    for name, row in figures["shapes"].items():
-        row["public"] = _public(name, DTYPES[dtype], milliseconds)
-        known(figures)
+    for measurement in (_public, _parts):
+        for name, row in figures["shapes"].items():
+            row |= measurement(name, DTYPES[dtype], milliseconds)
+            known(figures)
     return figures
 
 

@@ -12,22 +12,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.testing
 from torch import Tensor
+
+from . import timing
+from .timing import DTYPES, Shape
 
 # reciprocals a second of one H200: 132 multiprocessors, 16 a clock, 1.98 GHz; each element of each token takes one
 CEILING = 4.2e12
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class Shape(NamedTuple):
-    batch: int
-    tokens: int
-    heads: int
-    groups: int
-    key_dim: int
-    value_dim: int
 
 
 class Authors(NamedTuple):
@@ -60,10 +51,10 @@ DECODE = Shape(64, 1, 80, 1, 128, 64)
 
 def inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, requires_grad: bool = False) -> dict[str, Tensor]:
     """Random inputs of ``palimpsa`` with unit keys, decays from 0.55 to nearly 1, and b between 0 and 1."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(timing.DEVICE).manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device="cuda")
+        return torch.randn(*size, generator=generator, device=timing.DEVICE)
 
     batch, tokens, heads, groups, key_dim, value_dim = shape
     k = torch.nn.functional.normalize(normal(batch, tokens, groups, key_dim), dim=-1)
@@ -78,10 +69,6 @@ def inputs(shape: Shape, dtype: torch.dtype, *, seed: int = 0, requires_grad: bo
     return {name: x.requires_grad_(requires_grad) for name, x in arguments.items()}
 
 
-def _median(run, milliseconds: int) -> float:
-    return triton.testing.do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
-
-
 def _simple_gla(name: str, dtype: torch.dtype, milliseconds: int) -> float:
     """Forward of the additive rule in flash-linear-attention."""
     shape = SHAPES[name]
@@ -90,7 +77,7 @@ def _simple_gla(name: str, dtype: torch.dtype, milliseconds: int) -> float:
     q, k = (arguments[name].repeat_interleave(shape.heads // shape.groups, 2) for name in "qk")
     v, g = arguments["v"], arguments["log_decay"]
     with torch.no_grad():
-        return _median(lambda: chunk_simple_gla(q, k, v, g, scale=1.0), milliseconds)
+        return timing.median(lambda: chunk_simple_gla(q, k, v, g, scale=1.0), milliseconds)
 
 
 def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
@@ -98,33 +85,18 @@ def _one(name: str, dtype: torch.dtype, milliseconds: int) -> dict:
 
     shape = SHAPES[name]
     arguments = inputs(shape, dtype, requires_grad=True)
-    dy = torch.randn_like(arguments["v"])
-
-    def forward():
-        with torch.no_grad():
-            return palimpsa(**arguments)
-
-    def both():
-        return torch.autograd.grad(palimpsa(**arguments)[0], list(arguments.values()), dy)
-
-    both()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    both()
-    memory = (torch.cuda.max_memory_allocated() - before) / 2**20
-    seconds = _median(forward, milliseconds)
-    total = _median(both, milliseconds)
+    row = timing.timed(*timing.both_ways(palimpsa, arguments), milliseconds)
     elements = shape.batch * shape.tokens * shape.heads * shape.key_dim * shape.value_dim
-    row = {
-        "shape": shape._asdict(), "forward_ms": seconds, "forward_backward_ms": total, "peak_memory_mib": memory,
-        "forward_elements_per_second": elements / seconds * 1e3, "ceiling_elements_per_second": CEILING,
+    row |= {
+        "shape": shape._asdict(), "forward_elements_per_second": elements / row["forward_ms"] * 1e3,
+        "ceiling_elements_per_second": CEILING,
     }
     if name in AUTHORS and dtype == torch.bfloat16:
         theirs = AUTHORS[name]
         row["authors"] = {
-            **theirs._asdict(), "forward_ratio": theirs.forward / seconds, "both_ratio": theirs.both / total,
-            "memory_ratio": theirs.memory / memory,
+            **theirs._asdict(), "forward_ratio": theirs.forward / row["forward_ms"],
+            "both_ratio": theirs.both / row["forward_backward_ms"],
+            "memory_ratio": theirs.memory / row["peak_memory_mib"],
         }
     return row
 
@@ -135,22 +107,16 @@ def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
 
     arguments = inputs(DECODE, dtype)
     batch, _, heads, _, key_dim, value_dim = DECODE
-    state = torch.rand(batch, 2, heads, value_dim, key_dim, device="cuda")
+    state = torch.rand(batch, 2, heads, value_dim, key_dim, device=timing.DEVICE)
     other = torch.empty_like(state)
-    copy = _median(lambda: other.copy_(state), milliseconds)
-    step = _median(lambda: palimpsa_step(**arguments, state=state), milliseconds)
+    copy = timing.median(lambda: other.copy_(state), milliseconds)
+    step = timing.median(lambda: palimpsa_step(**arguments, state=state), milliseconds)
     return {"shape": DECODE._asdict(), "step_ms": step, "copy_ms": copy, "ratio": step / copy}
 
 
 def measure(dtype: str, names: list[str], milliseconds: int, known: Callable[[dict], None]) -> dict:
     """Medians of every shape named, as a JSON-able dictionary; ``known`` gets it whenever it has grown."""
-    figures = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "dtype": dtype,
-        "shapes": {},
-    }
+    figures = timing.environment(dtype)
     for name in names:
         row = figures["shapes"][name] = _one(name, DTYPES[dtype], milliseconds)
         print(_line(name, row), file=sys.stderr, flush=True)
