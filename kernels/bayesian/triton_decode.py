@@ -32,6 +32,10 @@ def _step_kernel(
     n = tl.load(noise + bh).to(tl.float32)
     base = bh * (K * (V + K))
     covariance = base + V + r[:, None] * (V + K) + d[None, :]
+    # on its way while P is summed: the barriers in sums hold back what is loaded after them
+    j = tl.arange(0, BV)
+    inside = (d < K)[:, None] & (j < V)[None, :]
+    ahead = tl.load(before + base + d[:, None] * (V + K) + j[None, :], mask=inside, other=0.0)
     u = tl.zeros((BK,), tl.float32)
     for i in tl.static_range(ROWS):
         row = i * BR + r
@@ -50,7 +54,9 @@ def _step_kernel(
         j = column + tl.arange(0, BV)
         inside = (d < K)[:, None] & (j < V)[None, :]
         mean = base + d[:, None] * (V + K) + j[None, :]
-        m = tl.load(before + mean, mask=inside, other=0.0)
+        m = ahead
+        if column > 0:
+            m = tl.load(before + mean, mask=inside, other=0.0)
         vv = tl.load(v + bh * V + j, mask=j < V, other=0.0).to(tl.float32)
         error = gain * (z * vv - p * tl.sum(m * kk[:, None], 0))
         m = a * m + u[:, None] * error[None, :]
