@@ -37,8 +37,14 @@ def log_decays(kind: str, *shape: int) -> Tensor:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     """Relative Frobenius error; the plain norm where the expected value is zero throughout."""
-    scale = expected.double().norm()
-    return ((found.double() - expected.double()).norm() / (scale if scale > 0 else 1.0)).item()
+    found, expected = found.double().cpu(), expected.double().cpu()
+    scale = expected.norm()
+    return ((found - expected).norm() / (scale if scale > 0 else 1.0)).item()
+
+
+@pytest.fixture(name="relative")
+def _relative():
+    return relative
 
 
 class Contract:
