@@ -11,18 +11,9 @@ import torch
 from torch import Tensor
 
 from ..chunks import MAX_HEADS, check, compute_dtype, on_its_device, without_autocast
+from ..devices import ENOUGH_SHARED, shared_memory
 from . import reference
-from .triton_common import (
-    CHUNK,
-    MAX_KEY,
-    MAX_VALUE,
-    SHARED_BYTES,
-    SMALL_KEY,
-    Shape,
-    mean_precision,
-    shared_memory,
-    tables,
-)
+from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, SMALL_KEY, Shape, mean_precision, tables
 from .triton_covariance import covariance, prepare
 from .triton_covariance_backward import covariance_backward
 from .triton_decode import step
@@ -34,7 +25,7 @@ from .triton_streams import beside, segments
 def max_key() -> int:
     """The widest keys that the kernels are picked for: what the least of this machine's GPUs takes."""
     devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    return MAX_KEY if all(shared_memory(device) >= SHARED_BYTES for device in devices) else SMALL_KEY
+    return MAX_KEY if all(shared_memory(device) >= ENOUGH_SHARED for device in devices) else SMALL_KEY
 
 
 @torch.library.custom_op("surgery::bayesian", mutates_args=())

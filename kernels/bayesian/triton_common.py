@@ -7,8 +7,6 @@ scalars those of a token that leaves the state as it is.
 
 from __future__ import annotations
 
-import functools
-import sys
 from typing import NamedTuple
 
 import torch
@@ -19,9 +17,9 @@ from torch import Tensor
 # tokens between the boundary states that are kept
 CHUNK = 64
 MAX_KEY, MAX_VALUE = 256, 512
-# bytes of shared memory below which a GPU takes keys of at most SMALL_KEY: an A100 has 163 KB a program, many later
-# cards for workstations 99, and the backward pass's largest kernels take 104 KB with keys of 128, 128 with 256
-SHARED_BYTES, SMALL_KEY = 160 * 2**10, 64
+# of keys where there is not enough shared memory for wider ones: the backward pass's largest kernels take 104 KB with
+# keys of 128, 128 with 256
+SMALL_KEY = 64
 
 # products with a sum become one instruction: newer releases of Triton ask for that explicitly
 OPTIONS = {"enable_fp_fusion": True}
@@ -309,14 +307,6 @@ def tables(shape: Shape, scalars: tuple[Tensor, ...]) -> Table:
         *scalars, table, logs, shape.tokens, shape.heads, shape.padded, C=CHUNK, num_warps=4
     )
     return Table(table, logs)
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take."""
-    if device.type != "cuda":
-        return sys.maxsize
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def exact(k: Tensor, precision: str = "tf32") -> bool:

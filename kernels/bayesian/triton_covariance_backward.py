@@ -27,8 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..devices import shared_memory
 from .triton_backward_common import in_float32, steps_gradient_kernel
-from .triton_common import CHUNK, OPTIONS, Shape, Table, exact, shared_memory
+from .triton_common import CHUNK, OPTIONS, Shape, Table, exact
 from .triton_covariance_adjoint import (
     _closed_loop_kernel,
     _congruence_kernel,

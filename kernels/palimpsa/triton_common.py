@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..devices import ENOUGH_SHARED, shared_memory
+
 # tokens between the boundary states that the backward pass walks from
 CHUNK = 64
 
@@ -368,10 +370,15 @@ def segment_starts(k: Tensor, v: Tensor, b: Tensor, state: Tensor | None, table:
         _products_kernel[(tiles, segments - 1, batch * heads)](
             k, v, b, table.total, table.total, starts, starts, gains, tokens, heads, groups, segments, 0, 0, length,
             chunks, K=key_dim, V=value_dim, ROWS=rows, WIDTH=width, CHUNK=CHUNK, SPACING=CHUNK,
-            PRECISION=precision(k, v, b), EXACT=True, KEEP=False, **OPTIONS,
+            PRECISION=precision(k, v, b), EXACT=True, KEEP=False, **_products_options(k.device),
         )
     scan(state_by_head(state), starts, gains, reverse=False)
     return starts
+
+
+def _products_options(device: torch.device) -> dict[str, object]:
+    # three stages of float32 tiles take up to 161 KB, two up to 99 KB
+    return {**OPTIONS, "num_stages": 3 if shared_memory(device) >= ENOUGH_SHARED else 2}
 
 
 def states_between(
@@ -390,7 +397,7 @@ def states_between(
         k, v, b, table.total, table.total if prior is None else prior, starts, states, states, tokens, heads, groups,
         starts.shape[2], first, count, length, triton.cdiv(tokens, CHUNK), K=key_dim, V=value_dim, ROWS=rows,
         WIDTH=width, CHUNK=CHUNK, SPACING=spacing, PRECISION=precision(k, v, b), EXACT=prior is None, KEEP=True,
-        **OPTIONS,
+        **_products_options(k.device),
     )
 
 
