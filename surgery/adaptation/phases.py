@@ -26,7 +26,7 @@ from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import disk_errors_at
 from surgery.errors import JobError
 from surgery.evaluation.loading import load_tokenizer
-from surgery.graft.compiling import compiled_mixers, remark, tested, wanted
+from surgery.graft.compiling import compiled_mixers, remark, wanted
 from surgery.hosts import adapter_for, load_model
 from surgery.recipe import Phase, Recipe
 
@@ -267,7 +267,7 @@ def _train(trainer: Any, phase: Phase, saved: Path | None, folder: Path, options
         options.say(f"phase {phase.label}: {note}")
     trainer.watcher.begin(done, phase.total_steps)
     try:
-        with warnings.catch_warnings(), disk_errors_at(folder), compiled_mixers(wanted(options.device), tested()):
+        with warnings.catch_warnings(), disk_errors_at(folder), compiled_mixers(wanted(options.device)):
             # torch renames an argument that accelerate passes
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             trainer.train(resume_from_checkpoint=str(saved) if saved else None)

@@ -174,7 +174,7 @@ class Graft(nn.Module):
         window, state = carried.read(cache, self.layer_idx)
         mask = padding(attention_mask, hidden_states.shape[1])
         if cache is None and hidden_states.shape[1] > 1 and compiling.active() and self._compiles(hidden_states):
-            return compiling.compiled(_mixed)(self, hidden_states, mask, reset)
+            return compiling.run(_mixed, self, hidden_states, mask, reset)
         mixed, window, state = _mix(self, hidden_states, mask, reset, window, state)
         if cache is not None:
             carried.write(cache, self.layer_idx, window, state)
@@ -183,8 +183,7 @@ class Graft(nn.Module):
     def _compiles(self, hidden: Tensor) -> bool:
         # a hook that comes after the compilation would not be called; the mixer's own are, outside of it
         watched = any(_hooked(module) for module in self.modules() if module is not self)
-        included = compiling.includes(self.geometry.style, self.memory.rule)
-        return included and not watched and self.memory.compiles(hidden.device)
+        return not watched and self.memory.compiles(hidden.device)
 
     def _gather(
         self, hidden: Tensor, mask: Tensor | None, reset: Tensor | None, window: Tensor | None

@@ -6,29 +6,37 @@
 Within it, a graft's call on a whole batch (more than one token, no cache) is compiled, once for each shape, dtype,
 memory rule and set of trained parameters; layers that agree in these share one compilation. Decoding, and everything
 outside, runs as it is written. What cannot be compiled runs as it is written too, and torch says so.
+
+Compilers err, differently on each device and in each version: before a compilation is used, its outputs and gradients
+are compared with those of what it compiles, on the first batch.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.errors import UsageError
 from surgery.kernels.chunks import TRITON
 
 SWITCH = "SURGERY_COMPILE"
-# the style and the memory rule of mixers whose compiled form has passed its test on a GPU
-# (``pytest -m gpu tests/graft/test_compiling.py``): the others are compiled under SURGERY_COMPILE=1 alone
-TESTED = frozenset({("additive", "host"), ("additive", "palimpsa")})
 VARIANTS = 64  # compilations of one function: shapes, rules, and who gets gradients
+# of a compiled output or gradient, relative: roundings in another order make up to 3e-2 of it in bfloat16, a tensor
+# that is read wrongly 1 and more
+TOLERANCE = 0.1
 
 _active = False
-_rules: frozenset[tuple[str, str]] | None = None  # None: all
+# whether a kind of mixer agrees with its compilation, and what of that each mixer has asked for
+_verdicts: dict[tuple, bool] = {}
+_known: WeakKeyDictionary[nn.Module, dict[tuple, bool]] = WeakKeyDictionary()
 
 
 def wanted(device: str) -> bool:
@@ -38,11 +46,6 @@ def wanted(device: str) -> bool:
         UsageError: SURGERY_COMPILE is neither 0 nor 1.
     """
     return _choice() != "0" and device.startswith("cuda") and TRITON
-
-
-def tested() -> frozenset[tuple[str, str]] | None:
-    """What training compiles: what has been tested, or all (None) under SURGERY_COMPILE=1."""
-    return None if _choice() == "1" else TESTED
 
 
 def _choice() -> str | None:
@@ -55,25 +58,25 @@ def _choice() -> str | None:
 def remark(device: str) -> str | None:
     """What a user should know of it before the first step, if anything."""
     if wanted(device):
-        return f"the first step compiles what it can, which takes about a minute ({SWITCH}=0: nothing)"
+        return f"the first step compiles and compares what it can, which takes about a minute ({SWITCH}=0: nothing)"
     if device.startswith("cuda") and not TRITON:
         return "there is no C compiler, Python header or Triton to build kernels with: the mixers run more slowly"
     return None
 
 
 @contextmanager
-def compiled_mixers(active: bool = True, rules: frozenset[tuple[str, str]] | None = None) -> Iterator[None]:
-    """Compile within the block, if ``active``: mixers of all memory rules, or of these styles and rules."""
-    global _active, _rules
+def compiled_mixers(active: bool = True) -> Iterator[None]:
+    """Compile within the block, if ``active``."""
+    global _active
     from torch._dynamo import config
 
-    before = _active, _rules
-    _active, _rules = active, rules
+    before, _active = _active, active
+    _known.clear()  # other parameters may be trained than before
     try:
         with config.patch(recompile_limit=max(config.recompile_limit, VARIANTS), suppress_errors=True):
             yield
     finally:
-        _active, _rules = before
+        _active = before
 
 
 def active() -> bool:
@@ -81,9 +84,61 @@ def active() -> bool:
     return _active and not torch.compiler.is_compiling()
 
 
-def includes(style: str, rule: str) -> bool:
-    """Whether mixers of this style and memory rule are among those to compile."""
-    return _rules is None or (style, rule) in _rules
+def run(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, *rest: Any) -> Tensor:
+    """``function(module, hidden, *rest)``, compiled where that agrees with the function as it is written."""
+    device = hidden.device.type
+    call = (
+        hidden.shape, hidden.dtype, hidden.requires_grad, torch.is_grad_enabled(), torch.is_autocast_enabled(device),
+        *(x is None for x in rest),
+    )
+    known = _known.setdefault(module, {})
+    if call not in known:
+        trained = tuple((name, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+        kind = (function, type(module), module.memory.rule, module.geometry, device, trained, call)
+        if kind not in _verdicts:
+            _verdicts[kind] = _agrees(function, module, hidden, rest)
+        known[call] = _verdicts[kind]
+    return (compiled(function) if known[call] else function)(module, hidden, *rest)
+
+
+def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, rest: tuple) -> bool:
+    trained = [p for p in module.parameters() if p.requires_grad]
+    # drawn apart: a run's own random numbers are those of a run that compiles nothing
+    generator = torch.Generator(hidden.device).manual_seed(0)
+    weight = torch.randn(hidden.shape, generator=generator, device=hidden.device)
+
+    def outcome(form: Callable[..., Tensor]) -> list[Tensor | None]:
+        given = hidden.detach().requires_grad_(hidden.requires_grad)
+        out = form(module, given, *rest)
+        if not out.requires_grad:
+            return [out]
+        leaves = [given, *trained] if given.requires_grad else trained
+        return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype), allow_unused=True)]
+
+    name = f"{type(module).__name__} with {module.memory.rule}"
+    # within activation checkpointing these passes must leave no trace: it counts what a pass saves
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        made = outcome(compiled(function))
+        try:
+            pairs = list(zip(made, outcome(function), strict=True))
+        except torch.OutOfMemoryError:
+            # which as it is written takes more memory
+            warnings.warn(f"{name}, compiled, could not be compared: out of GPU memory", stacklevel=2)
+            return True
+    pairs = [(made.float(), written.float()) for made, written in pairs if written is not None]
+    # what is as good as nothing beside the largest gradient may be rounding alone
+    least = 1e-4 * max(_size(written) for _, written in pairs)
+    error = max(_size(made - written) / max(_size(written), least) for made, written in pairs)
+    if error <= TOLERANCE:
+        return True
+    warnings.warn(f"{name}, compiled, is {error:.1e} off what it compiles: it runs uncompiled", stacklevel=2)
+    return False
+
+
+def _size(x: Tensor) -> float:
+    """The root mean square; infinite where it is not a number."""
+    size = x.norm().item() / max(1, x.numel()) ** 0.5
+    return size if size == size else float("inf")
 
 
 @functools.cache

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from surgery.errors import UsageError
-from surgery.graft import GatedDeltaGraft, Mamba2Graft, compiling
+from surgery.graft import GatedDeltaGraft, Mamba2Graft, base, compiling
 from surgery.memory import MemoryGeometry, create
 
 GRAFTS = {"additive": Mamba2Graft, "delta": GatedDeltaGraft}
@@ -27,16 +28,20 @@ def compilations(monkeypatch):
 
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: original(function, backend=backend, **options))
-    compiling.compiled.cache_clear()
-    torch.compiler.reset()
+    forget()
     yield graphs
+    forget()
+
+
+def forget():
     compiling.compiled.cache_clear()
+    compiling._verdicts.clear()
     torch.compiler.reset()
 
 
 def gradients(graft, hidden, reset, mask=None, weight=1.0):
     hidden = hidden.clone().requires_grad_()
-    out = graft(hidden, None, mask, reset)
+    out = graft(1 * hidden, None, mask, reset)  # as in a model, where no layer's input is a leaf
     parameters = [parameter for parameter in graft.parameters() if parameter.requires_grad]
     return out, *torch.autograd.grad((out * weight).sum(), [hidden, *parameters])
 
@@ -58,6 +63,76 @@ def test_compiled_equals_eager(compilations, style):
     assert len(compilations) == 2
 
 
+def test_within_activation_checkpointing(compilations):
+    graft, hidden, reset = make("delta"), torch.randn(2, 17, 24, requires_grad=True), torch.rand(2, 17) < 0.1
+    expected = torch.autograd.grad(graft(hidden, None, None, reset).square().sum(), [hidden, *graft.parameters()])
+    with compiling.compiled_mixers():
+        out = checkpoint(graft, 1 * hidden, None, None, reset, use_reentrant=False)
+        found = torch.autograd.grad(out.square().sum(), [hidden, *graft.parameters()])
+    assert len(compilations) == 1
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("wrong", ["output", "gradient", "nan"])
+def test_a_compilation_that_errs_is_not_used(monkeypatch, wrong):
+    """As when a compiler reads a buffer wrongly; it is asked once for all mixers alike, and again for others."""
+    made = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def compiled(function):
+        def run(graft, hidden, *rest):
+            made.append(hidden.requires_grad)
+            out = function(graft, Doubled.apply(hidden) if wrong == "gradient" else hidden, *rest)
+            return out if wrong == "gradient" else out * (1.5 if wrong == "output" else torch.nan)
+
+        return run
+
+    monkeypatch.setattr(compiling, "compiled", compiled)
+    monkeypatch.setattr(compiling, "_verdicts", {})
+    hidden, reset = torch.randn(2, 9, 24), torch.rand(2, 9) < 0.2
+    layers = [make("delta"), make("delta")]
+    state = torch.random.get_rng_state()
+    with compiling.compiled_mixers(), pytest.warns(UserWarning, match=r"GatedDeltaGraft with host.*runs uncompiled"):
+        found = [gradients(graft, hidden, reset) for graft in layers]
+        again = gradients(layers[0], hidden, reset)
+    assert made == [True]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for one, graft in zip((*found, again), (*layers, layers[0]), strict=True):
+        for x, y in zip(one, gradients(graft, hidden, reset), strict=True):
+            torch.testing.assert_close(x, y)
+    with compiling.compiled_mixers(), torch.no_grad():
+        if wrong == "gradient":  # of which there is none now
+            layers[0](hidden)
+        else:
+            with pytest.warns(UserWarning):
+                layers[0](hidden)
+    assert len(made) == 2 + (wrong == "gradient")
+
+
+def test_what_memory_cannot_hold_twice_is_not_compared(monkeypatch):
+    graft, hidden = make("delta"), torch.randn(2, 9, 24)
+    written = base._mixed
+
+    def mixed(*arguments):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(base, "_mixed", mixed)
+    monkeypatch.setattr(compiling, "compiled", lambda function: written)
+    monkeypatch.setattr(compiling, "_verdicts", {})
+    with compiling.compiled_mixers(), pytest.warns(UserWarning, match="out of GPU memory"):
+        out = graft(hidden)
+    assert torch.equal(out, graft(hidden))
+
+
 def test_what_is_not_compiled(compilations):
     hidden = torch.randn(1, 9, 24)
     graft = make("additive")
@@ -71,8 +146,6 @@ def test_what_is_not_compiled(compilations):
         handle = graft.memory.register_forward_hook(lambda *_: seen.append(True))
         graft(hidden)
         handle.remove()
-        with compiling.compiled_mixers(rules=frozenset({("additive", "palimpsa"), ("delta", "host")})):
-            graft(hidden)
         assert seen and not compilations
         graft(hidden)
     assert len(compilations) == 1
@@ -118,7 +191,6 @@ def test_where_training_compiles(monkeypatch):
     monkeypatch.setattr(compiling, "TRITON", True)
     monkeypatch.delenv("SURGERY_COMPILE", raising=False)
     assert compiling.wanted("cuda") and not compiling.wanted("cpu")
-    assert compiling.tested() == compiling.TESTED
     assert "SURGERY_COMPILE=0" in compiling.remark("cuda") and compiling.remark("cpu") is None
     monkeypatch.setattr(compiling, "TRITON", False)
     assert not compiling.wanted("cuda:1")
@@ -127,7 +199,7 @@ def test_where_training_compiles(monkeypatch):
     monkeypatch.setenv("SURGERY_COMPILE", "0")
     assert not compiling.wanted("cuda") and compiling.remark("cuda") is None
     monkeypatch.setenv("SURGERY_COMPILE", "1")
-    assert compiling.wanted("cuda") and compiling.tested() is None
+    assert compiling.wanted("cuda")
     monkeypatch.setenv("SURGERY_COMPILE", "yes")
     with pytest.raises(UsageError, match="SURGERY_COMPILE=yes: choose 0 or 1"):
         compiling.wanted("cuda")
