@@ -17,6 +17,15 @@ def make(style: str, rule: str = "host", key_dim: int = 8):
     return GRAFTS[style](create(rule, MemoryGeometry(style, 24, 4, 2, key_dim, 12)))
 
 
+def exact(style: str, rule: str = "host"):
+    """In float64, in which two orders of the same sums agree far below any fault."""
+    return make(style, rule).double()
+
+
+def normal(*shape: int, **options):
+    return torch.randn(*shape, dtype=torch.float64, **options)
+
+
 @pytest.fixture
 def compilations(monkeypatch):
     """torch.compile without a code generator, which counts the graphs that it is given."""
@@ -48,8 +57,8 @@ def gradients(graft, hidden, reset, mask=None, weight=1.0):
 
 @pytest.mark.parametrize("style", GRAFTS)
 def test_compiled_equals_eager(compilations, style):
-    layers = [make(style) for _ in range(3)]
-    hidden, reset = torch.randn(2, 37, 24), torch.rand(2, 37) < 0.1
+    layers = [exact(style) for _ in range(3)]
+    hidden, reset = normal(2, 37, 24), torch.rand(2, 37) < 0.1
     mask = torch.ones(2, 37, dtype=torch.bool)
     mask[1, :5] = False
     for graft in layers:
@@ -64,7 +73,7 @@ def test_compiled_equals_eager(compilations, style):
 
 
 def test_within_activation_checkpointing(compilations):
-    graft, hidden, reset = make("delta"), torch.randn(2, 17, 24, requires_grad=True), torch.rand(2, 17) < 0.1
+    graft, hidden, reset = exact("delta"), normal(2, 17, 24, requires_grad=True), torch.rand(2, 17) < 0.1
     expected = torch.autograd.grad(graft(hidden, None, None, reset).square().sum(), [hidden, *graft.parameters()])
     with compiling.compiled_mixers():
         out = checkpoint(graft, 1 * hidden, None, None, reset, use_reentrant=False)
@@ -98,8 +107,8 @@ def test_a_compilation_that_errs_is_not_used(monkeypatch, wrong):
 
     monkeypatch.setattr(compiling, "compiled", compiled)
     monkeypatch.setattr(compiling, "_verdicts", {})
-    hidden, reset = torch.randn(2, 9, 24), torch.rand(2, 9) < 0.2
-    layers = [make("delta"), make("delta")]
+    hidden, reset = normal(2, 9, 24), torch.rand(2, 9) < 0.2
+    layers = [exact("delta"), exact("delta")]
     state = torch.random.get_rng_state()
     with compiling.compiled_mixers(), pytest.warns(UserWarning, match=r"GatedDeltaGraft with host.*runs uncompiled"):
         found = [gradients(graft, hidden, reset) for graft in layers]
@@ -119,7 +128,7 @@ def test_a_compilation_that_errs_is_not_used(monkeypatch, wrong):
 
 
 def test_what_memory_cannot_hold_twice_is_not_compared(monkeypatch):
-    graft, hidden = make("delta"), torch.randn(2, 9, 24)
+    graft, hidden = exact("delta"), normal(2, 9, 24)
     written = base._mixed
 
     def mixed(*arguments):
@@ -134,14 +143,14 @@ def test_what_memory_cannot_hold_twice_is_not_compared(monkeypatch):
 
 
 def test_what_is_not_compiled(compilations):
-    hidden = torch.randn(1, 9, 24)
-    graft = make("additive")
+    hidden = normal(1, 9, 24)
+    graft = exact("additive")
     graft(hidden)
     with compiling.compiled_mixers():
         with compiling.compiled_mixers(False):
             graft(hidden)
         graft(hidden[:, :1])
-        make("additive", "palimpsa")(hidden)  # its form on a CPU is a loop
+        exact("additive", "palimpsa")(hidden)  # its form on a CPU is a loop
         seen = []
         handle = graft.memory.register_forward_hook(lambda *_: seen.append(True))
         graft(hidden)
@@ -162,7 +171,7 @@ HOOKS = {
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_on_projections_are_called(compilations, kind):
     """Also those that come when the mixer has been compiled."""
-    graft, hidden = make("delta"), torch.randn(2, 17, 24)
+    graft, hidden = exact("delta"), normal(2, 17, 24)
     with compiling.compiled_mixers():
         before = gradients(graft, hidden, None)
     assert len(compilations) == 1
@@ -178,7 +187,7 @@ def test_hooks_on_projections_are_called(compilations, kind):
 
 @pytest.mark.parametrize("kind", ["forward", "forward-pre"])
 def test_hooks_inside_a_compiled_model(kind):
-    graft, hidden = make("delta"), torch.randn(2, 17, 24)
+    graft, hidden = exact("delta"), normal(2, 17, 24)
     HOOKS[kind](graft.k_proj, lambda x: 1.5 * x)
     expected = gradients(graft, hidden, None)
     torch.compiler.reset()
