@@ -174,7 +174,7 @@ class Graft(nn.Module):
         window, state = carried.read(cache, self.layer_idx)
         mask = padding(attention_mask, hidden_states.shape[1])
         if cache is None and hidden_states.shape[1] > 1 and compiling.active() and self._compiles(hidden_states):
-            return compiling.run(_mixed, self, hidden_states, mask, reset)
+            return compiling.run(_mixed, self, (self.memory.rule, self.geometry), hidden_states, mask, reset)
         mixed, window, state = _mix(self, hidden_states, mask, reset, window, state)
         if cache is not None:
             carried.write(cache, self.layer_idx, window, state)
@@ -262,11 +262,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if compiling.active() and x.shape[-2] > 1:
-            return compiling.compiled(_rms_norm)(x, self.weight, self.eps)
-        return _rms_norm(x, self.weight, self.eps)
+            return compiling.run(_normed, self, (self.eps,), x)
+        return _normed(self, x)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
     y = wide(x)
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (y * wide(weight)).to(x.dtype)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return (y * wide(norm.weight)).to(x.dtype)

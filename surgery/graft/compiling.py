@@ -84,8 +84,9 @@ def active() -> bool:
     return _active and not torch.compiler.is_compiling()
 
 
-def run(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, *rest: Any) -> Tensor:
-    """``function(module, hidden, *rest)``, compiled where that agrees with the function as it is written."""
+def run(function: Callable[..., Tensor], module: nn.Module, kind: tuple, hidden: Tensor, *rest: Any) -> Tensor:
+    """``function(module, hidden, *rest)``, a tensor like ``hidden``, compiled where that agrees with the function as it
+    is written. ``kind`` is what the compilation depends on beside the module's class and parameters."""
     device = hidden.device.type
     call = (
         hidden.shape, hidden.dtype, hidden.requires_grad, torch.is_grad_enabled(), torch.is_autocast_enabled(device),
@@ -94,7 +95,7 @@ def run(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, *res
     known = _known.setdefault(module, {})
     if call not in known:
         trained = tuple((name, p.dtype, p.requires_grad) for name, p in module.named_parameters())
-        kind = (function, type(module), module.memory.rule, module.geometry, device, trained, call)
+        kind = (function, type(module), kind, device, trained, call)
         if kind not in _verdicts:
             _verdicts[kind] = _agrees(function, module, hidden, rest)
         known[call] = _verdicts[kind]
@@ -115,7 +116,7 @@ def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, 
         leaves = [given, *trained] if given.requires_grad else trained
         return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out.dtype), allow_unused=True)]
 
-    name = f"{type(module).__name__} with {module.memory.rule}"
+    name = type(module).__name__
     # within activation checkpointing these passes must leave no trace: it counts what a pass saves
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         made = outcome(compiled(function))
@@ -126,8 +127,8 @@ def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, 
             warnings.warn(f"{name}, compiled, could not be compared: out of GPU memory", stacklevel=2)
             return True
     pairs = [(made.float(), written.float()) for made, written in pairs if written is not None]
-    # what is as good as nothing beside the largest gradient may be rounding alone
-    least = 1e-4 * max(_size(written) for _, written in pairs)
+    # what is as good as nothing beside the largest gradient may be rounding alone, and all may be nothing
+    least = max(1e-30, *(1e-4 * _size(written) for _, written in pairs))
     error = max(_size(made - written) / max(_size(written), least) for made, written in pairs)
     if error <= TOLERANCE:
         return True

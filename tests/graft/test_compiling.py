@@ -110,7 +110,7 @@ def test_a_compilation_that_errs_is_not_used(monkeypatch, wrong):
     hidden, reset = normal(2, 9, 24), torch.rand(2, 9) < 0.2
     layers = [exact("delta"), exact("delta")]
     state = torch.random.get_rng_state()
-    with compiling.compiled_mixers(), pytest.warns(UserWarning, match=r"GatedDeltaGraft with host.*runs uncompiled"):
+    with compiling.compiled_mixers(), pytest.warns(UserWarning, match=r"GatedDeltaGraft, compiled, .*runs uncompiled"):
         found = [gradients(graft, hidden, reset) for graft in layers]
         again = gradients(layers[0], hidden, reset)
     assert made == [True]
@@ -125,6 +125,21 @@ def test_a_compilation_that_errs_is_not_used(monkeypatch, wrong):
             with pytest.warns(UserWarning):
                 layers[0](hidden)
     assert len(made) == 2 + (wrong == "gradient")
+
+
+@pytest.mark.parametrize("rows", [1.0, 0.0])
+def test_norms_are_compared_too(monkeypatch, rows):
+    """And what is zero throughout agrees with itself."""
+    monkeypatch.setattr(compiling, "compiled", lambda function: lambda *given: function(*given) * 1.5)
+    monkeypatch.setattr(compiling, "_verdicts", {})
+    norm, x = base.RMSNorm(24, 1e-6).requires_grad_(False), rows * normal(2, 9, 24)
+    with compiling.compiled_mixers():
+        if rows:
+            with pytest.warns(UserWarning, match=r"RMSNorm, compiled, is 5.0e-01 off"):
+                found = norm(x)
+        else:
+            found = norm(x)
+    assert torch.equal(found, norm(x)) and list(compiling._verdicts.values()) == [not rows]
 
 
 def test_what_memory_cannot_hold_twice_is_not_compared(monkeypatch):

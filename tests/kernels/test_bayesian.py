@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from bayesian_problems import UNIT_GAIN
 from torch import Tensor
 
 from surgery.kernels.bayesian.chunked import _require_ieee_products
 from surgery.kernels.bayesian.chunked import bayesian as chunked
 from surgery.kernels.bayesian.reference import bayesian as reference
 from surgery.kernels.delta.reference import delta
-
-UNIT_GAIN = {"gdn": True, "gdn-above-1": False, "mamba2": True}
 
 
 class Arguments(NamedTuple):
