@@ -219,7 +219,6 @@ def _parts(name: str, dtype: torch.dtype, milliseconds: int) -> dict[str, dict[s
 
 def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
     """One step in place against the time in which M and P could be read and written once at copy bandwidth."""
-    from surgery.kernels.bayesian import triton_decode
     from surgery.kernels.bayesian.triton import bayesian_step
 
     arguments = inputs(DECODE, dtype)
@@ -229,14 +228,9 @@ def _decode(dtype: torch.dtype, milliseconds: int) -> dict:
     mean = torch.rand(batch, heads, key_dim, value_dim, device=timing.DEVICE)
     state = torch.cat((mean, eye.expand(batch, heads, -1, -1)), -1)
     other = torch.empty_like(state)
-    copy = timing.median(lambda: other.copy_(state), milliseconds)
-    step = timing.median(lambda: bayesian_step(**arguments, state=state), milliseconds)
-    usual, triton_decode.TILE = triton_decode.TILE, triton_decode.TILE // 4
-    try:
-        smaller = timing.median(lambda: bayesian_step(**arguments, state=state), milliseconds)
-    finally:
-        triton_decode.TILE = usual
-    figures = {"step_ms": step, "copy_ms": copy, "ratio": step / copy, "smaller_tile_ms": smaller}
+    copy = timing.graphed(lambda: other.copy_(state), milliseconds)
+    step = timing.graphed(lambda: bayesian_step(**arguments, state=state), milliseconds)
+    figures = {"step_ms": step, "copy_ms": copy, "ratio": step / copy}
     timing.say("decode", figures)
     return {"shape": DECODE._asdict(), **figures}
 
@@ -282,6 +276,6 @@ def table(figures: dict) -> str:
     step = figures["decode"]
     lines.append(
         f"decode {tuple(step['shape'].values())}: {step['step_ms']:.3f} ms, copying M and P {step['copy_ms']:.3f} ms"
-        f" ({step['ratio']:.2f} times); in tiles of a quarter {step['smaller_tile_ms']:.3f} ms"
+        f" ({step['ratio']:.2f} times)"
     )
     return "\n".join(lines)

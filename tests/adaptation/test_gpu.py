@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -60,3 +63,19 @@ def test_a_bfloat16_run_resumes_and_keeps_float32_weights(make_base, make_recipe
     model = straight / "phases" / "03-next-token" / "model"
     tensors = {name: t for file in model.glob("*.safetensors") for name, t in load_file(file).items()}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+@pytest.mark.parametrize(("family", "rule"), FAMILIES)
+def test_two_gpus_compute_what_one_does(make_base, make_recipe, phase, tmp_path, family, rule):
+    # five sequences a step: three for one process, two for the other
+    phases = [phase(kind, steps=4, batch=160) for kind in KINDS]
+    recipe = make_recipe(make_base(family), phases, memory={"rule": rule})
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    distill = ["-c", "from surgery.cli import main; main()", "distill", str(recipe.path), "--no-evaluation"]
+    options = [*distill, "--micro-batch", "2", "--device", "cuda", "--run"]
+    subprocess.run([sys.executable, *options, str(alone)], check=True, timeout=600)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "--"]
+    start = ["--from", str(alone / "applied")]
+    subprocess.run([*launch, sys.executable, *options, str(together), *start], check=True, timeout=600)
+    torch.testing.assert_close(losses(together), losses(alone), rtol=1e-2, atol=1e-3)

@@ -152,6 +152,7 @@ def test_gpu_where_the_problem_is_ill_posed(noise):
 
 def run_and_keep(problem: Problem, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, the state, the gains [B, H, N 64] and the covariances between chunks [B, H, N + 3, K, K] (N + 1 of them)."""
+    from surgery.kernels.bayesian import triton  # noqa: F401  registers the operator
     from surgery.kernels.bayesian.reference import initial_state
 
     low = on_gpu(cast(problem, torch.float32))
