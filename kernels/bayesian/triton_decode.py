@@ -1,5 +1,5 @@
-"""One token of the Bayesian rule in Triton: P, then M, each read and written once (P read twice where it outgrows
-registers)."""
+"""One token of the Bayesian rule in Triton: P, then M, each read and written once. P is symmetric: where a program can
+hold it, it reads the three quarters that hold all; P of wider keys is read twice, strip by strip."""
 
 from __future__ import annotations
 
@@ -11,30 +11,74 @@ from torch import Tensor
 from ..chunks import on_its_device
 from .triton_common import OPTIONS
 
-TILE = 16384  # elements of P that a program holds at once: all of P where it fits
-COLUMNS = 4096  # elements of M that a program holds
+WHOLE = 128  # the widest keys whose P a program holds
+TILE = 8192  # elements of M, or of a strip of P, that a program holds
 
 
 @triton.jit(do_not_specialize=["H", "G"])
 def _covariance_step_kernel(
     k, cov_decay_sqrt, noise, precision, observation, shrink, before, after, directions, H, G,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
 ):
+    """P = [P00 P01; P01^T P11] in halves of BK / 2; in ``directions`` u = c P k + n k, and the gain."""
     bh = tl.program_id(0).to(tl.int64)
     h = bh % H
-    ROWS: tl.constexpr = (K + BR - 1) // BR
+    one = tl.arange(0, BK // 2)
+    two = BK // 2 + one
+    in_one, in_two = one < K, two < K
+    base = bh * (K * (V + K)) + V
+    at00 = base + one[:, None] * (V + K) + one[None, :]
+    at01 = base + one[:, None] * (V + K) + two[None, :]
+    at10 = base + two[:, None] * (V + K) + one[None, :]
+    at11 = base + two[:, None] * (V + K) + two[None, :]
+    P00 = tl.load(before + at00, mask=in_one[:, None] & in_one[None, :], other=0.0)
+    P01 = tl.load(before + at01, mask=in_one[:, None] & in_two[None, :], other=0.0)
+    P11 = tl.load(before + at11, mask=in_two[:, None] & in_two[None, :], other=0.0)
+    keys = k + (bh // H * G + h // (H // G)) * K
+    k0 = tl.load(keys + one, mask=in_one, other=0.0).to(tl.float32)
+    k1 = tl.load(keys + two, mask=in_two, other=0.0).to(tl.float32)
+    c = tl.load(cov_decay_sqrt + bh).to(tl.float32)
+    c = c * c
+    n = tl.load(noise + bh).to(tl.float32)
+    u0 = c * (tl.sum(P00 * k0[:, None], 0) + tl.sum(P01 * k1[None, :], 1)) + n * k0
+    u1 = c * (tl.sum(P01 * k0[:, None], 0) + tl.sum(P11 * k1[:, None], 0)) + n * k1
+    x = tl.load(precision + h).to(tl.float32)
+    gain = 1.0 / (tl.load(observation + bh).to(tl.float32) + x * (tl.sum(u0 * k0, 0) + tl.sum(u1 * k1, 0)))
+    own = directions + bh * (K + 1)
+    tl.store(own + one, u0, mask=in_one)
+    tl.store(own + two, u1, mask=in_two)
+    tl.store(own + K, gain)
+
+    spent = tl.load(shrink + bh).to(tl.float32) * gain
+    # u u^T is symmetric to the last bit, and so is P
+    fresh = tl.where(one[:, None] == one[None, :], n, 0.0)
+    P00 = c * P00 + fresh - spent * (u0[:, None] * u0[None, :])
+    P01 = c * P01 - spent * (u0[:, None] * u1[None, :])
+    P11 = c * P11 + fresh - spent * (u1[:, None] * u1[None, :])
+    tl.store(after + at00, P00, mask=in_one[:, None] & in_one[None, :])
+    tl.store(after + at01, P01, mask=in_one[:, None] & in_two[None, :])
+    tl.store(after + at10, tl.trans(P01), mask=in_two[:, None] & in_one[None, :])
+    tl.store(after + at11, P11, mask=in_two[:, None] & in_two[None, :])
+
+
+@triton.jit(do_not_specialize=["H", "G"])
+def _wide_covariance_step_kernel(
+    k, cov_decay_sqrt, noise, precision, observation, shrink, before, after, directions, H, G,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+):
+    """The same in strips of BR rows, which are read again when u is known."""
+    bh = tl.program_id(0).to(tl.int64)
+    h = bh % H
     d = tl.arange(0, BK)
     r = tl.arange(0, BR)
-    keys = (bh // H * G + h // (H // G)) * K
-    covariance = bh * (K * (V + K)) + V + r[:, None] * (V + K) + d[None, :]
+    keys = k + (bh // H * G + h // (H // G)) * K
+    strip = bh * (K * (V + K)) + V + r[:, None] * (V + K) + d[None, :]
     u = tl.zeros((BK,), tl.float32)
-    for i in tl.static_range(ROWS):
-        row = i * BR + r
-        inside = (row < K)[:, None] & (d < K)[None, :]
-        block = tl.load(before + covariance + i * BR * (V + K), mask=inside, other=0.0)
-        key = tl.load(k + keys + row, mask=row < K, other=0.0).to(tl.float32)
-        u += tl.sum(block * key[:, None], 0)
-    kk = tl.load(k + keys + d, mask=d < K, other=0.0).to(tl.float32)
+    for i in tl.static_range(0, K, BR):
+        inside = (i + r < K)[:, None] & (d < K)[None, :]
+        P = tl.load(before + strip + i * (V + K), mask=inside, other=0.0)
+        u += tl.sum(P * tl.load(keys + i + r, mask=i + r < K, other=0.0).to(tl.float32)[:, None], 0)
+    kk = tl.load(keys + d, mask=d < K, other=0.0).to(tl.float32)
     c = tl.load(cov_decay_sqrt + bh).to(tl.float32)
     c = c * c
     n = tl.load(noise + bh).to(tl.float32)
@@ -45,18 +89,13 @@ def _covariance_step_kernel(
     tl.store(own + d, u, mask=d < K)
     tl.store(own + K, gain)
     spent = tl.load(shrink + bh).to(tl.float32) * gain
-    if ROWS > 1:
-        tl.debug_barrier()
-    for i in tl.static_range(ROWS):
-        row = i * BR + r
-        inside = (row < K)[:, None] & (d < K)[None, :]
-        across = u
-        if ROWS > 1:
-            block = tl.load(before + covariance + i * BR * (V + K), mask=inside, other=0.0)
-            across = tl.load(own + row, mask=row < K, other=0.0)
-        # u u^T is symmetric to the last bit, and so is P
-        updated = c * block + tl.where(row[:, None] == d[None, :], n, 0.0) - spent * (across[:, None] * u[None, :])
-        tl.store(after + covariance + i * BR * (V + K), updated, mask=inside)
+    tl.debug_barrier()  # u is read by rows from where it was written
+    for i in tl.static_range(0, K, BR):
+        inside = (i + r < K)[:, None] & (d < K)[None, :]
+        P = tl.load(before + strip + i * (V + K), mask=inside, other=0.0)
+        rows = tl.load(own + i + r, mask=i + r < K, other=0.0)
+        fresh = tl.where((i + r)[:, None] == d[None, :], n, 0.0)
+        tl.store(after + strip + i * (V + K), c * P + fresh - spent * (rows[:, None] * u[None, :]), mask=inside)
 
 
 @triton.jit(do_not_specialize=["H", "G"])
@@ -99,14 +138,14 @@ def step(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], before: Ten
     # u and the gain of each head
     directions = torch.empty(batch, heads, key_dim + 1, dtype=torch.float32, device=v.device)
     keys = max(16, triton.next_power_of_2(key_dim))
-    rows = min(keys, TILE // keys)
-    _covariance_step_kernel[(batch * heads,)](
-        k, cov_decay_sqrt, noise, precision, observation, shrink, before, after, directions, heads, groups, K=key_dim,
-        V=value_dim, BK=keys, BR=rows, num_warps=8 if keys * rows > 4096 else 4, **OPTIONS,
-    )
-    columns = min(max(16, triton.next_power_of_2(value_dim)), COLUMNS // keys)
+    shared = {"K": key_dim, "V": value_dim, "BK": keys, "num_warps": 4, **OPTIONS}
+    of_covariance = k, cov_decay_sqrt, noise, precision, observation, shrink, before, after, directions, heads, groups
+    if keys <= WHOLE:
+        _covariance_step_kernel[(batch * heads,)](*of_covariance, **shared)
+    else:
+        _wide_covariance_step_kernel[(batch * heads,)](*of_covariance, BR=TILE // keys, **shared)
+    columns = min(max(16, triton.next_power_of_2(value_dim)), TILE // keys)
     _mean_step_kernel[(batch * heads, triton.cdiv(value_dim, columns))](
-        q, k, v, decay, erase, write, directions, before, after, o, heads, groups, K=key_dim, V=value_dim, BK=keys,
-        BV=columns, num_warps=4, **OPTIONS,
+        q, k, v, decay, erase, write, directions, before, after, o, heads, groups, BV=columns, **shared
     )
     return o

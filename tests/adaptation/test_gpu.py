@@ -24,9 +24,9 @@ class Stopped(Exception):
     pass
 
 
-def losses(run):
+def losses(run, of="loss"):
     folders = [run / "phases" / f"{number:02d}-{kind}" for number, kind in enumerate(KINDS, 1)]
-    return torch.tensor([[row["loss"] for row in read_metrics(folder / "metrics.jsonl")] for folder in folders])
+    return torch.tensor([[row[of] for row in read_metrics(folder / "metrics.jsonl")] for folder in folders])
 
 
 @pytest.mark.parametrize(("family", "rule"), FAMILIES)
@@ -66,11 +66,10 @@ def test_a_bfloat16_run_resumes_and_keeps_float32_weights(make_base, make_recipe
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
-@pytest.mark.parametrize(("family", "rule"), FAMILIES)
-def test_two_gpus_compute_what_one_does(make_base, make_recipe, phase, tmp_path, family, rule):
-    # five sequences a step: three for one process, two for the other
-    phases = [phase(kind, steps=4, batch=160) for kind in KINDS]
-    recipe = make_recipe(make_base(family), phases, memory={"rule": rule})
+def test_two_gpus_compute_what_one_does(make_base, make_recipe, phase, tmp_path):
+    # five sequences a step, three for one process, two for the other; weights that hardly move, as above
+    phases = [phase(kind, steps=4, batch=160, learning_rate=1.0e-6) for kind in KINDS]
+    recipe = make_recipe(make_base(), phases)
     alone, together = tmp_path / "alone", tmp_path / "together"
     distill = ["-c", "from surgery.cli import main; main()", "distill", str(recipe.path), "--no-evaluation"]
     options = [*distill, "--micro-batch", "2", "--device", "cuda", "--run"]
@@ -79,3 +78,5 @@ def test_two_gpus_compute_what_one_does(make_base, make_recipe, phase, tmp_path,
     start = ["--from", str(alone / "applied")]
     subprocess.run([*launch, sys.executable, *options, str(together), *start], check=True, timeout=600)
     torch.testing.assert_close(losses(together), losses(alone), rtol=1e-2, atol=1e-3)
+    # bfloat16's rounding in two orders; a sum instead of a mean would be twice as much
+    torch.testing.assert_close(losses(together, "grad_norm"), losses(alone, "grad_norm"), rtol=5e-2, atol=1e-3)

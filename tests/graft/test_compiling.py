@@ -142,6 +142,38 @@ def test_norms_are_compared_too(monkeypatch, rows):
     assert torch.equal(found, norm(x)) and list(compiling._verdicts.values()) == [not rows]
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_rounding_makes_is_no_fault(monkeypatch, wrong):
+    """A compilation that rounds in another order moves this output by more than a tenth; a fault moves it further."""
+
+    def steep(module, x):
+        return (1000 * x).sin()
+
+    def compiled(function):
+        return lambda module, x: function(module, x * (1 + 2.0**-12)) * (1.5 if wrong else 1.0)
+
+    monkeypatch.setattr(compiling, "compiled", compiled)
+    monkeypatch.setattr(compiling, "_verdicts", {})
+    x = torch.randn(2, 9, 24)
+    off = (steep(None, x * (1 + 2.0**-12)) - steep(None, x)).norm() / steep(None, x).norm()
+    assert off > compiling.TOLERANCE
+    with compiling.compiled_mixers():
+        if wrong:
+            with pytest.warns(UserWarning, match="off what it compiles, in the output"):
+                compiling.run(steep, base.RMSNorm(24, 1e-6), (), x)
+        else:
+            compiling.run(steep, base.RMSNorm(24, 1e-6), (), x)
+    assert list(compiling._verdicts.values()) == [not wrong]
+
+
+def test_a_gradient_that_is_lost(monkeypatch):
+    """As torch 2.11 loses those of an autograd.Function that returns the result of an idle conversion."""
+    monkeypatch.setattr(compiling, "compiled", lambda function: lambda m, x, *r: function(m, x.detach() + 0 * x, *r))
+    monkeypatch.setattr(compiling, "_verdicts", {})
+    with compiling.compiled_mixers(), pytest.warns(UserWarning, match=r"off .* in the gradient of its input"):
+        exact("additive")(normal(2, 9, 24).requires_grad_() * 1)
+
+
 def test_what_memory_cannot_hold_twice_is_not_compared(monkeypatch):
     graft, hidden = exact("delta"), normal(2, 9, 24)
     written = base._mixed
