@@ -106,6 +106,8 @@ def line(name: str, result: dict[str, Any]) -> str:
         text += f"   {result['ratio']:.2f} times its projections ({result['projections_ms']:.2f} ms)"
     if "tokens_per_second" in result:
         text += f"{result['tokens_per_second']:>10.0f} tokens/s"
+    if "written_ms" in result:
+        text += f"   without a CUDA graph {result['written_ms']:.2f} ms"
     return text
 
 

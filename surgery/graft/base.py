@@ -25,7 +25,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its own forward and backward pass."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(len(each) > 0 for each in hooks)
@@ -38,7 +38,7 @@ def project(hidden: Tensor, first: Sequence[nn.Module], rest: Sequence[nn.Module
     own, and nothing has to be put together.
     """
     projections = (*first, *rest)
-    plain = all(type(p) is nn.Linear and p.bias is None and not _hooked(p) for p in projections)
+    plain = all(type(p) is nn.Linear and p.bias is None and not hooked(p) for p in projections)
     if torch.compiler.is_compiling() and plain:
         rows = F.linear(hidden, torch.cat([p.weight for p in projections]))
         widths = [sum(p.out_features for p in first), *(p.out_features for p in rest)]
@@ -182,7 +182,7 @@ class Graft(nn.Module):
 
     def _compiles(self, hidden: Tensor) -> bool:
         # a hook that comes after the compilation would not be called; the mixer's own are, outside of it
-        watched = any(_hooked(module) for module in self.modules() if module is not self)
+        watched = any(hooked(module) for module in self.modules() if module is not self)
         return not watched and self.memory.compiles(hidden.device)
 
     def _gather(

@@ -21,6 +21,7 @@ from surgery.graft.base import padding
 from surgery.graft.cache import chosen
 from surgery.memory import create
 from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.models import step_graph
 from surgery.models.configuration import Swap
 from surgery.models.initial import InitialWeights
 
@@ -119,11 +120,18 @@ class Backbone(nn.Module):
         more = self.layer_arguments(hidden, attention_mask, cache, reset)
         collect = output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
         states = [hidden]
-        for layer in self.layers:
-            hidden = layer(hidden, cache=cache, mask=mask, reset=reset, **more)
-            if collect:  # otherwise each block's output goes as soon as the next has read it
-                states.append(hidden)
-        hidden = getattr(self, self.norm_name)(hidden)
+
+        def blocks(hidden: Tensor) -> Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden, cache=cache, mask=mask, reset=reset, **more)
+                if collect:  # otherwise each block's output goes as soon as the next has read it
+                    states.append(hidden)
+            return getattr(self, self.norm_name)(hidden)
+
+        if cache is not None and hidden.shape[1] == 1 and reset is None and not more and not collect:
+            hidden = step_graph.step(self, blocks, hidden, cache)
+        else:
+            hidden = blocks(hidden)
         collected = (*(states[:-1] if self.embeddings_first else states[1:]), hidden) if collect else None
         return BackboneOutput(hidden, cache if use_cache else None, collected)
 

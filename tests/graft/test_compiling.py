@@ -150,7 +150,7 @@ def test_what_rounding_makes_is_no_fault(monkeypatch, wrong):
         return (1000 * x).sin()
 
     def compiled(function):
-        return lambda module, x: function(module, x * (1 + 2.0**-12)) * (1.5 if wrong else 1.0)
+        return lambda module, x: function(module, x * (1 + 2.0**-12)) * (3.0 if wrong else 1.0)
 
     monkeypatch.setattr(compiling, "compiled", compiled)
     monkeypatch.setattr(compiling, "_verdicts", {})

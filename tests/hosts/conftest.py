@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
+from surgery import hosts
+from surgery.memory import RULES
 from surgery.models.gated_deltanet import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3}
@@ -97,3 +99,26 @@ def base(bases, family):
 @pytest.fixture
 def text():
     return torch.randint(3, 64, (2, 37))
+
+
+@pytest.fixture
+def model(base):
+    return hosts.load_model(base)
+
+
+@pytest.fixture
+def swapped_in():
+    """The ``surgery`` section of a configuration whose layers 0 and 2 hold ``rule``."""
+    return lambda rule: {"schema": 1, "rule": rule, "layers": [0, 2], "options": {}, "base": "tiny"}
+
+
+@pytest.fixture(params=sorted(RULES))
+def upgraded(request, base, swapped_in):
+    """A model with two swapped layers at dose 1, started from a base checkpoint."""
+    config = hosts.read_config(base)
+    adapter = hosts.adapter_for(config)
+    made = adapter.build(adapter.surgery_config(config, swapped_in(request.param))).eval()
+    made.load_state_dict(hosts.load_model(base).state_dict(), strict=False)
+    for layer in (0, 2):
+        adapter.mixers(made)[layer].memory.reset_parameters("paper")
+    return made

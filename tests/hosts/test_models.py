@@ -10,27 +10,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from surgery import hosts
 from surgery.graft import GatedDeltaGraft, Mamba2Graft
-from surgery.memory import RULES
-
-SWAPS = {rule: {"schema": 1, "rule": rule, "layers": [0, 2], "options": {}, "base": "tiny"} for rule in sorted(RULES)}
-
-
-@pytest.fixture
-def model(base):
-    return hosts.load_model(base)
-
-
-@pytest.fixture(params=sorted(RULES))
-def upgraded(request, base):
-    """A model with two swapped layers at dose 1, started from a base checkpoint."""
-    config = hosts.read_config(base)
-    adapter = hosts.adapter_for(config)
-    written = adapter.surgery_config(config, SWAPS[request.param])
-    made = adapter.build(written).eval()
-    made.load_state_dict(hosts.load_model(base).state_dict(), strict=False)
-    for layer in (0, 2):
-        adapter.mixers(made)[layer].memory.reset_parameters("paper")
-    return made
 
 
 def test_mamba2_logits_equal_upstream(bases, text):
@@ -240,10 +219,10 @@ def test_config_is_strict_json(upgraded, tmp_path):
         ({"rule": None}, "no memory rule"),
     ],
 )
-def test_refuses_a_surgery_it_cannot_read(family, base, change, message):
+def test_refuses_a_surgery_it_cannot_read(family, base, change, message, swapped_in):
     config = hosts.read_config(base)
     adapter = hosts.adapter_for(config)
-    written = adapter.surgery_config(config, SWAPS["palimpsa"] | change)
+    written = adapter.surgery_config(config, swapped_in("palimpsa") | change)
     with pytest.raises(hosts.base.UsageError, match=message):
         adapter.parse(written)
 
