@@ -79,4 +79,4 @@ def test_two_gpus_compute_what_one_does(make_base, make_recipe, phase, tmp_path)
     subprocess.run([*launch, sys.executable, *options, str(together), *start], check=True, timeout=600)
     torch.testing.assert_close(losses(together), losses(alone), rtol=1e-2, atol=1e-3)
     # bfloat16's rounding in two orders; a sum instead of a mean would be twice as much
-    torch.testing.assert_close(losses(together, "grad_norm"), losses(alone, "grad_norm"), rtol=5e-2, atol=1e-3)
+    torch.testing.assert_close(losses(together, "gradient_norm"), losses(alone, "gradient_norm"), rtol=5e-2, atol=1e-3)
