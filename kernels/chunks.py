@@ -57,6 +57,13 @@ def fused(x: Tensor, by_default: bool) -> bool:
     return forced == "triton" if forced else by_default
 
 
+def steps(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
+    """Whether a rule is to take one token from ``state`` in a Triton kernel of its own."""
+    if state is None or v.shape[1] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return state.dtype == compute_dtype(q, k, v) == torch.float32 and fused(v, by_default=True)
+
+
 def expand_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, G, K] -> [B, T, H, K]: value head h reads key head h // (H // G)."""
     groups = x.shape[2]

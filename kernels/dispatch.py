@@ -19,7 +19,7 @@ from .additive import chunked as additive_chunked
 from .additive import reference as additive_reference
 from .bayesian import chunked as bayesian_chunked
 from .bayesian import reference as bayesian_reference
-from .chunks import MAX_HEADS, TRITON
+from .chunks import MAX_HEADS, TRITON, steps
 from .delta import chunked as delta_chunked
 from .delta import reference as delta_reference
 from .palimpsa import chunked as palimpsa_chunked
@@ -96,20 +96,34 @@ def _form(rule: str, k: Tensor, v: Tensor, backend: str | None) -> Callable:
     return _FORMS[rule, name]
 
 
-def additive(q, k, v, log_decay, *, write=None, state=None, reset=None, backend=None):
+# ``in_place``: the state that is given may be overwritten with the one returned, as one token's kernels do
+
+
+def additive(q, k, v, log_decay, *, write=None, state=None, reset=None, backend=None, in_place=False):
     """The additive rule in the form picked; see :func:`surgery.kernels.additive.reference.additive`."""
+    if backend is None and steps(q, k, v, state):
+        from .additive.triton_decode import step
+
+        return step(q, k, v, log_decay, write, state, reset, in_place and state.is_contiguous())
     return _form("additive", k, v, backend)(q, k, v, log_decay, write=write, state=state, reset=reset)
 
 
-def delta(q, k, v, log_decay, beta, *, state=None, reset=None, backend=None):
+def delta(q, k, v, log_decay, beta, *, state=None, reset=None, backend=None, in_place=False):
     """The gated delta rule in the form picked; see :func:`surgery.kernels.delta.reference.delta`."""
+    if backend is None and steps(q, k, v, state):
+        from .delta.triton_decode import step
+
+        return step(q, k, v, log_decay, beta, state, reset, in_place and state.is_contiguous())
     return _form("delta", k, v, backend)(q, k, v, log_decay, beta, state=state, reset=reset)
 
 
-def palimpsa(q, k, v, b, log_decay, prior, *, state=None, reset=None, return_variance=False, backend=None):
+def palimpsa(
+    q, k, v, b, log_decay, prior, *, state=None, reset=None, return_variance=False, backend=None, in_place=False
+):
     """Palimpsa in the form picked; see :func:`surgery.kernels.palimpsa.reference.palimpsa`."""
     form = _form("palimpsa", k, v, backend)
-    return form(q, k, v, b, log_decay, prior, state=state, reset=reset, return_variance=return_variance)
+    options = {"in_place": True} if in_place and form is _FORMS.get(("palimpsa", "triton")) else {}
+    return form(q, k, v, b, log_decay, prior, state=state, reset=reset, return_variance=return_variance, **options)
 
 
 def bayesian(
@@ -129,6 +143,7 @@ def bayesian(
     initial_covariance,
     unit_gain,
     backend=None,
+    in_place=False,
 ):
     """The Bayesian rule in the form picked; see :func:`surgery.kernels.bayesian.reference.bayesian`.
 
@@ -141,4 +156,6 @@ def bayesian(
         if backend:
             raise ValueError("the bayesian rule has no form 'triton' with a decay for each key channel")
         form = _FORMS["bayesian", "reference" if v.shape[1] == 1 else "chunked"]
+    if in_place and form is _FORMS.get(("bayesian", "triton")):
+        options["in_place"] = True
     return form(q, k, v, *gates, **options)

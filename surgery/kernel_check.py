@@ -152,12 +152,13 @@ def _run(
 def _first_token(
     rule: str, arguments: dict[str, Tensor], options: dict[str, object], tokens: int
 ) -> tuple[Tensor, ...]:
-    """A decode step from the problem's state."""
+    """A decode step from the problem's state, by the kernels for one token where there are any."""
     first = {
         name: value[:, :1] if isinstance(value, Tensor) and value.shape[1:2] == (tokens,) else value
         for name, value in {**arguments, **options}.items()
     }
-    return getattr(dispatch, rule)(**first)
+    with torch.no_grad():
+        return getattr(dispatch, rule)(**first)
 
 
 def _move(values: dict[str, object], device: str) -> dict[str, object]:

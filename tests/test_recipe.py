@@ -18,6 +18,10 @@ SHIPPED = (
     "demo-palimpsa-control",
     "gdn-340m-bayesian",
     "gdn-340m-control",
+    "gpu-bayesian",
+    "gpu-bayesian-control",
+    "gpu-palimpsa",
+    "gpu-palimpsa-control",
     "mamba2-2.7b-control",
     "mamba2-2.7b-palimpsa",
 )
@@ -61,6 +65,8 @@ def test_a_recipe_with_its_control_differs_in_the_memory_alone():
         ("demo-bayesian", "demo-bayesian-control"),
         ("demo-palimpsa", "demo-palimpsa-control"),
         ("gdn-340m-bayesian", "gdn-340m-control"),
+        ("gpu-bayesian", "gpu-bayesian-control"),
+        ("gpu-palimpsa", "gpu-palimpsa-control"),
         ("mamba2-2.7b-palimpsa", "mamba2-2.7b-control"),
     ):
         treated, untreated = load_recipe(name), load_recipe(control)
@@ -68,9 +74,12 @@ def test_a_recipe_with_its_control_differs_in_the_memory_alone():
         for key in ("model", "revision", "layers", "inspection", "seed", "data", "evaluation", "export"):
             assert getattr(treated, key) == getattr(untreated, key), (name, key)
         assert {phase.kind for phase in untreated.phases} <= {"next-token", "instruct"}
-        assert {phase.trainable for phase in untreated.phases} == {phase.trainable for phase in treated.phases}
+        # as the treated one's last phase, before which it may train less, on shorter texts
+        last = treated.phases[-1]
+        assert {phase.trainable for phase in untreated.phases} <= {phase.trainable for phase in treated.phases}
+        assert untreated.phases[-1].trainable == last.trainable and untreated.phases[-1].context == last.context
         assert sum(p.tokens for p in treated.phases) == sum(p.tokens for p in untreated.phases)
-        assert {p.context for p in treated.phases} == {p.context for p in untreated.phases}
+        assert {p.context for p in untreated.phases} <= {p.context for p in treated.phases}
 
 
 def test_the_papers_figures():

@@ -152,6 +152,7 @@ def bayesian(
     state: Tensor | None = None,
     initial_covariance: Tensor,
     unit_gain: bool,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The rule of :func:`surgery.kernels.bayesian.reference.bayesian` on a CUDA device, same arguments and results.
 
@@ -160,6 +161,7 @@ def bayesian(
 
     Args:
         unit_gain: promises shrink = precision for every token, and lets the backward pass do with less.
+        in_place: one token's step may overwrite the state that it is given.
     """
     gates = (decay, cov_decay_sqrt, process_noise, precision, observation_noise, erase, shrink, write)
     dtype = compute_dtype(q, k, v)
@@ -170,6 +172,8 @@ def bayesian(
     _check(q, k, v, decay)
     gates = tuple(gate.to(dtype) for gate in gates)
     if v.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
+        if in_place and state.is_contiguous() and state.dtype == dtype:
+            return _step(q, k, v, gates, state, state), state
         after = torch.empty_like(state, dtype=dtype, memory_format=torch.contiguous_format)
         return _step(q, k, v, gates, state.to(dtype), after), after
     start = reference.initial_state(v, k.shape[-1], state, initial_covariance, dtype)

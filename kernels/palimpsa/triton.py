@@ -130,11 +130,12 @@ def palimpsa(
     state: Tensor | None = None,
     reset: Tensor | None = None,
     return_variance: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, ...]:
     """Palimpsa on a CUDA device; arguments and results as in :func:`.reference.palimpsa`.
 
     K is at most 256 and V at most 512. Inputs may be bf16, fp16 or float32 in any mix; states and sums are float32.
-    float64 inputs go to the chunked form.
+    float64 inputs go to the chunked form. ``in_place``: one token's step may overwrite the state that it is given.
     """
     if compute_dtype(q, k, v) == torch.float64:
         return chunked.palimpsa(
@@ -142,6 +143,8 @@ def palimpsa(
         )
     _check(q, k, v, b, log_decay)
     if v.shape[1] == 1 and state is not None and not return_variance and not torch.is_grad_enabled():
+        if in_place and not torch.compiler.is_compiling() and state.is_contiguous() and state.dtype == torch.float32:
+            return palimpsa_step(q, k, v, b, log_decay, prior, state, reset=reset), state
         return _palimpsa_step(q, k, v, b, log_decay, prior, state, reset)
     o, variance, final, _ = _palimpsa(q, k, v, b, log_decay, prior, state, reset, return_variance)
     return (o, variance, final) if return_variance else (o, final)

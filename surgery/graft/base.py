@@ -25,7 +25,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def hooked(module: nn.Module) -> bool:
+def _hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its own forward and backward pass."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(len(each) > 0 for each in hooks)
@@ -38,7 +38,7 @@ def project(hidden: Tensor, first: Sequence[nn.Module], rest: Sequence[nn.Module
     own, and nothing has to be put together.
     """
     projections = (*first, *rest)
-    plain = all(type(p) is nn.Linear and p.bias is None and not hooked(p) for p in projections)
+    plain = all(type(p) is nn.Linear and p.bias is None and not _hooked(p) for p in projections)
     if torch.compiler.is_compiling() and plain:
         rows = F.linear(hidden, torch.cat([p.weight for p in projections]))
         widths = [sum(p.out_features for p in first), *(p.out_features for p in rest)]
@@ -175,14 +175,16 @@ class Graft(nn.Module):
         mask = padding(attention_mask, hidden_states.shape[1])
         if cache is None and hidden_states.shape[1] > 1 and compiling.active() and self._compiles(hidden_states):
             return compiling.run(_mixed, self, (self.memory.rule, self.geometry), hidden_states, mask, reset)
-        mixed, window, state = _mix(self, hidden_states, mask, reset, window, state)
+        # the cache's own state, whose old value nothing needs once there is a new one
+        in_place = cache is not None and not torch.is_grad_enabled()
+        mixed, window, state = _mix(self, hidden_states, mask, reset, window, state, in_place)
         if cache is not None:
             carried.write(cache, self.layer_idx, window, state)
         return mixed
 
     def _compiles(self, hidden: Tensor) -> bool:
         # a hook that comes after the compilation would not be called; the mixer's own are, outside of it
-        watched = any(hooked(module) for module in self.modules() if module is not self)
+        watched = any(_hooked(module) for module in self.modules() if module is not self)
         return not watched and self.memory.compiles(hidden.device)
 
     def _gather(
@@ -228,10 +230,11 @@ def _mix(
     reset: Tensor | None,
     window: Tensor | None = None,
     state: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A mixer's output, window and state."""
+    """A mixer's output, window and state, for which the old one may be overwritten."""
     inputs, rest, window = graft._gather(hidden, mask, reset, window)
-    o, state = graft.memory(inputs, state)
+    o, state = graft.memory(replace(inputs, in_place=in_place), state)
     if mask is not None:
         o = o * mask[..., None, None].to(o.dtype)
     return graft._emit(o, inputs, rest), window, state

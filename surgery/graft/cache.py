@@ -43,7 +43,9 @@ def write(cache: Any, layer_idx: int, window: Tensor, state: Tensor) -> None:
     """Keep the window and the state for the next call. The cache carries values, not gradients."""
     layer = _layer(cache, layer_idx)
     layer.update_conv_state(window.detach(), 0, conv_kernel_size=window.shape[-1])
-    layer.update_recurrent_state(state.detach(), 0)
+    held = layer.recurrent_states[0] if layer.is_recurrent_states_initialized[0] else None
+    if held is not state:  # which was written in place otherwise
+        layer.update_recurrent_state(state.detach(), 0)
 
 
 def _layer(cache: Any, layer_idx: int) -> Any:

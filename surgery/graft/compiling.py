@@ -31,8 +31,9 @@ SWITCH = "SURGERY_COMPILE"
 VARIANTS = 64  # compilations of one function: shapes, rules, and who gets gradients
 # how far a compiled output or gradient may be off, relative: a tensor that is read wrongly is by 0.3 and more. But a
 # compiler rounds in another order, and a gradient may be made of that (0.14 of a delta rule's was, with random weights
-# in bfloat16): so it may also be off by so many times what a rounding of the input does to it
-TOLERANCE, RESPONSES = 0.1, 2.0
+# in bfloat16): so it may also be off by so many times what a rounding of the input does to it; up to MOST, unless it is
+# beside the largest SMALL
+TOLERANCE, RESPONSES, MOST, SMALL = 0.1, 2.0, 0.3, 1e-3
 ROUNDING = {True: 2.0**-8, False: 2.0**-11}  # in half precision and, for kernels that take products in tf32, otherwise
 
 _active = False
@@ -115,11 +116,11 @@ def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, 
     def outcome(form: Callable[..., Tensor], given: Tensor) -> dict[str, Tensor]:
         given = given.detach().requires_grad_(hidden.requires_grad)
         out = form(module, given, *rest)
-        if not out.requires_grad:
-            return {"output": out}
-        leaves = {"gradient of its input": given, **trained} if given.requires_grad else trained
-        gradients = torch.autograd.grad(out, list(leaves.values()), weight.to(out.dtype), allow_unused=True)
-        found = {"output": out.detach(), **dict(zip(leaves, gradients, strict=True))}
+        found = {"output": out.detach()}
+        if out.requires_grad:
+            leaves = {"gradient of its input": given, **trained} if given.requires_grad else trained
+            gradients = torch.autograd.grad(out, list(leaves.values()), weight.to(out.dtype), allow_unused=True)
+            found |= zip(leaves, gradients, strict=True)
         return {name: x.float() for name, x in found.items() if x is not None}
 
     name = type(module).__name__
@@ -128,18 +129,24 @@ def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, 
         made = outcome(compiled(function), hidden)
         try:
             written = outcome(function, hidden)
-            rounded = outcome(function, (hidden * (1 + ROUNDING[half] * noise)).to(hidden.dtype))
         except torch.OutOfMemoryError:
             # which as it is written takes more memory
             warnings.warn(f"{name}, compiled, could not be compared: out of GPU memory", stacklevel=2)
             return True
-    # what is as good as nothing beside the largest gradient may be rounding alone, and all may be nothing
-    least = max(1e-30, *(1e-4 * _size(x) for x in written.values()))
+        try:
+            rounded = outcome(function, (hidden * (1 + ROUNDING[half] * noise)).to(hidden.dtype))
+        except torch.OutOfMemoryError:
+            rounded = {}
+    largest = max(map(_size, written.values()))
     for what, x in written.items():
-        size, response = max(_size(x), least), _size(rounded[what] - x)
-        # which may not have come out at all
-        error = _size(made[what] - x) if what in made else size
-        if not error <= max(TOLERANCE * size, RESPONSES * response if response < torch.inf else 0.0):
+        # a gradient of zero may be rounding beside the largest
+        error, size = _error(made.get(what), x), max(_size(x), 1e-7 * largest, 1e-30)
+        response = _error(rounded.get(what, x), x)
+        allowed = TOLERANCE
+        if response < torch.inf:
+            most = MOST if size > SMALL * largest else torch.inf
+            allowed = max(TOLERANCE, min(most, RESPONSES * response / size))
+        if not error <= allowed * size:
             warnings.warn(
                 f"{name}, compiled, is {error / size:.1e} off what it compiles, in the {what}: it runs uncompiled",
                 stacklevel=2,
@@ -149,9 +156,16 @@ def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, 
 
 
 def _size(x: Tensor) -> float:
-    """The root mean square; infinite where it is not a number."""
-    size = x.norm().item() / max(1, x.numel()) ** 0.5
-    return size if size == size else float("inf")
+    """The root mean square of what is finite."""
+    finite = x[x.isfinite()]
+    return finite.norm().item() / max(1, finite.numel()) ** 0.5
+
+
+def _error(found: Tensor | None, x: Tensor) -> float:
+    """The root mean square of the difference; infinite where other entries are finite, or nothing was found."""
+    if found is None or not torch.equal(found.isfinite(), x.isfinite()):
+        return float("inf")
+    return _size(found - x)
 
 
 @functools.cache

@@ -62,6 +62,7 @@ class MemoryInputs:
         mask: [B, T] bool or None, False on padding. Padding leaves the state exactly as it was.
         reset: [B, T] bool or None, True on the first token of a document: the state returns to its initial value
             before that token.
+        in_place: whether the state given beside may be overwritten with the one returned.
     """
 
     hidden: Tensor
@@ -72,6 +73,7 @@ class MemoryInputs:
     write: Tensor
     mask: Tensor | None = None
     reset: Tensor | None = None
+    in_place: bool = False
 
     def masked(self) -> MemoryInputs:
         """The same inputs with padding turned into the identity on an additive or delta state."""

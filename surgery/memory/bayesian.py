@@ -160,6 +160,7 @@ class Bayesian(MemoryRule):
         o, state = dispatch.bayesian(
             q, k, v.reshape(*v.shape[:2], self._memories, self._value_dim), *scalars,
             state=state, initial_covariance=self._prior(dtype), unit_gain=not self.geometry.negative_eigenvalues,
+            in_place=inputs.in_place,
         )
         if unobserved is not None:
             column = unobserved if self.geometry.channel_decay else unobserved[..., None]

@@ -39,7 +39,8 @@ class HostMemory(MemoryRule):
 
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         inputs = inputs.masked()
-        q, k, v, reset = inputs.q, inputs.k, inputs.v, inputs.reset
+        given = inputs.q, inputs.k, inputs.v, inputs.log_decay
+        options = {"state": state, "reset": inputs.reset, "in_place": inputs.in_place}
         if self.geometry.style == "additive":
-            return dispatch.additive(q, k, v, inputs.log_decay, write=inputs.write, state=state, reset=reset)
-        return dispatch.delta(q, k, v, inputs.log_decay, inputs.write, state=state, reset=reset)
+            return dispatch.additive(*given, write=inputs.write, **options)
+        return dispatch.delta(*given, inputs.write, **options)

@@ -107,10 +107,10 @@ class Palimpsa(MemoryRule):
         strength = self.dose * F.softplus(self.b_scale)
         # the write strength is float32, which would make half precision values float32, and the kernels slow
         written, b = (x.to(v.dtype) for x in (v * write, gate * strength[:, None] * write))
-        rule = _by_channel if self.geometry.channel_decay else dispatch.palimpsa
-        return rule(
-            inputs.q, inputs.k, written, b, inputs.log_decay, self._prior(), state=state, reset=inputs.reset
-        )
+        given = inputs.q, inputs.k, written, b, inputs.log_decay, self._prior()
+        if self.geometry.channel_decay:
+            return _by_channel(*given, state=state, reset=inputs.reset)
+        return dispatch.palimpsa(*given, state=state, reset=inputs.reset, in_place=inputs.in_place)
 
     def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
         """``importance_spread``: I_max / I_min over a head's elements, mean over the batch."""

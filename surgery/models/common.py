@@ -119,17 +119,17 @@ class Backbone(nn.Module):
         mask = _padding(attention_mask, hidden.shape[1])
         more = self.layer_arguments(hidden, attention_mask, cache, reset)
         collect = output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
-        states = [hidden]
+        states, norm = [hidden], getattr(self, self.norm_name)
 
         def blocks(hidden: Tensor) -> Tensor:
             for layer in self.layers:
                 hidden = layer(hidden, cache=cache, mask=mask, reset=reset, **more)
                 if collect:  # otherwise each block's output goes as soon as the next has read it
                     states.append(hidden)
-            return getattr(self, self.norm_name)(hidden)
+            return norm(hidden)
 
         if cache is not None and hidden.shape[1] == 1 and reset is None and not more and not collect:
-            hidden = step_graph.step(self, blocks, hidden, cache)
+            hidden = step_graph.step((*self.layers, norm), blocks, hidden, cache)
         else:
             hidden = blocks(hidden)
         collected = (*(states[:-1] if self.embeddings_first else states[1:]), hidden) if collect else None

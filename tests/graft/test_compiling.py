@@ -166,6 +166,57 @@ def test_what_rounding_makes_is_no_fault(monkeypatch, wrong):
     assert list(compiling._verdicts.values()) == [not wrong]
 
 
+@pytest.mark.parametrize("rest_is_wrong", [False, True])
+def test_what_is_not_finite_hides_no_fault(monkeypatch, rest_is_wrong):
+    def function(module, x):
+        return torch.where(torch.arange(24) == 3, torch.inf * x, x)
+
+    wrong = 1.0 - 8.0 * rest_is_wrong * (torch.arange(24) != 3)
+    monkeypatch.setattr(compiling, "compiled", lambda function: lambda module, x: function(module, x) * wrong)
+    monkeypatch.setattr(compiling, "_verdicts", {})
+    norm, x = base.RMSNorm(24, 1e-6).requires_grad_(False), torch.randn(2, 9, 24)
+    with compiling.compiled_mixers():
+        if rest_is_wrong:
+            with pytest.warns(UserWarning, match="off what it compiles, in the output"):
+                compiling.run(function, norm, (), x)
+        else:
+            compiling.run(function, norm, (), x)
+
+
+def test_small_gradients_are_compared_too(monkeypatch):
+    """Of what a memory adds, beside projections with gradients a million times as large."""
+    graft, hidden = exact("additive", "palimpsa"), normal(2, 9, 24)
+    graft.memory.dose.fill_(1.0)
+
+    class Negated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return -grad
+
+    def compiled(function):
+        def run(module, *given):
+            kept = module.memory.b_scale
+            del module.memory.b_scale
+            module.memory.b_scale = Negated.apply(kept)
+            try:
+                return function(module, *given)
+            finally:
+                del module.memory.b_scale
+                module.memory.b_scale = kept
+
+        return run
+
+    monkeypatch.setattr(compiling, "compiled", compiled)
+    monkeypatch.setattr(compiling, "_verdicts", {})
+    monkeypatch.setattr(type(graft.memory), "compiles", lambda self, device: True)
+    with compiling.compiled_mixers(), pytest.warns(UserWarning, match="in the gradient of memory.b_scale"):
+        graft(1 * hidden.requires_grad_())
+
+
 def test_a_gradient_that_is_lost(monkeypatch):
     """As torch 2.11 loses those of an autograd.Function that returns the result of an idle conversion."""
     monkeypatch.setattr(compiling, "compiled", lambda function: lambda m, x, *r: function(m, x.detach() + 0 * x, *r))

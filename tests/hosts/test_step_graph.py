@@ -1,5 +1,5 @@
 """A decoded step that is recorded and replayed does what the step as it is written does: on a CPU with a recorder that
-runs the step again, on a GPU with CUDA graphs."""
+plays its operators again, on a GPU with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,64 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
+from surgery import hosts
 from surgery.errors import UsageError
+from surgery.kernels import dispatch
 from surgery.models import step_graph
 
 
-class Recorder:
-    """In place of CUDA's: nothing runs while a step is recorded, and all of it whenever it is replayed."""
+class Tape(TorchDispatchMode):
+    """In place of a CUDA graph: the operators that ran, on the tensors that they ran on, and no Python between them."""
 
     def __init__(self) -> None:
-        self.replays = 0
-        self.recordings = 0
+        super().__init__()
+        self.operators = []
+        self.before = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        for value, argument in zip(args, operator._schema.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.before.setdefault(id(value), (value, value.clone()))
+        out = operator(*args, **(kwargs or {}))
+        self.operators.append((operator, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for operator, args, kwargs, out in self.operators:
+            again = operator(*args, **kwargs)
+            for one, other in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(one, torch.Tensor) and one is not other:
+                    one.copy_(other)
+
+
+class Recorder:
+    """Counts; on a CPU it records with a :class:`Tape`, and puts back what ran: nothing does in a recording."""
+
+    def __init__(self, capture) -> None:
+        self.capture = capture
+        self.replays = self.recordings = 0
 
     def __call__(self, blocks, given):
         self.recordings += 1
-        made = torch.full_like(given, torch.nan)
+        if self.capture is None:
+            with Tape() as tape:
+                made = blocks(given)
+            for value, before in tape.before.values():
+                value.copy_(before)
+            made.fill_(torch.nan)
+            replay = tape.replay
+        else:
+            made, replay = self.capture(blocks, given)
 
-        def replay():
+        def counted():
             self.replays += 1
-            made.copy_(blocks(given))
+            replay()
 
-        return made, replay
+        return made, counted
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -39,22 +75,10 @@ def device(request):
 
 @pytest.fixture
 def recorder(device, monkeypatch):
-    recorder = Recorder()
-    capture = step_graph._capture
-
-    def counted(blocks, given):
-        made, replay = capture(blocks, given)
-        recorder.recordings += 1
-
-        def again():
-            recorder.replays += 1
-            replay()
-
-        return made, again
-
+    recorder = Recorder(step_graph._capture if device == "cuda" else None)
     if device == "cpu":
         monkeypatch.setattr(step_graph, "_on_a_gpu", lambda x: True)
-    monkeypatch.setattr(step_graph, "_capture", recorder if device == "cpu" else counted)
+    monkeypatch.setattr(step_graph, "_capture", recorder)
     return recorder
 
 
@@ -83,6 +107,18 @@ def test_logits_and_states(upgraded, text, device, recorder):
     tokens = torch.randint(3, 64, (2, 11), device=device)
     close(stepped(model, text, tokens), as_written(stepped, model, text, tokens))
     assert recorder.recordings == 1 and recorder.replays == 11 - step_graph.AFTER
+
+
+def test_steps_are_the_whole_text(upgraded, text, device, recorder, monkeypatch):
+    """Token by token, by the rules' kernels for one token, which write a cache's states in place."""
+    if device == "cpu":  # in Triton's interpreter
+        monkeypatch.setattr(dispatch, "steps", lambda q, k, v, state: v.shape[1] == 1 and state is not None)
+    model, text = upgraded.to(device), text.to(device)
+    with torch.no_grad():
+        whole = model(text).logits.transpose(0, 1)[-12:]
+    given = model, text[:, :-11], text[:, -11:]
+    # the tape does not see what the interpreter does
+    close(as_written(stepped, *given) if device == "cpu" else stepped(*given), whole)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -142,6 +178,8 @@ def test_what_changes_between_steps(model, text, device, recorder):
     hook = layer.register_forward_hook(lambda *_: calls.append(1))
     assert step()[1] == 0 and calls == [1]
     hook.remove()
+    with torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1)):
+        assert step()[1] == 0 and len(calls) > 3
     final.data = torch.ones_like(final)
     logits, replayed = step()
     assert replayed == 0 and logits.any()
@@ -153,25 +191,107 @@ def test_what_changes_between_steps(model, text, device, recorder):
     assert step()[1] == 0
 
 
-def test_a_cache_is_let_go(model, text, device, recorder):
+class Louder(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **options):
+        return 2 * self.block(*args, **options)
+
+
+def wrap(model):
+    model.backbone_module.layers[1] = Louder(model.backbone_module.layers[1])
+
+
+def replace_forward(model):
+    block = model.backbone_module.layers[1]
+    forward = block.forward
+    block.forward = lambda *args, **options: 2 * forward(*args, **options)
+
+
+def exchange_layers(model):
+    layers = model.backbone_module.layers
+    layers[0], layers[2] = layers[2], layers[0]
+    layers[0].mixer.layer_idx, layers[2].mixer.layer_idx = 0, 2  # each goes on with the other's states
+
+
+def train(model):
+    model.train()
+
+
+@pytest.mark.parametrize("change", [wrap, replace_forward, exchange_layers, train])
+def test_other_blocks_than_were_recorded(bases, text, device, recorder, change):
+    def run():
+        model = hosts.load_model(bases["mamba2"]).to(device)
+        cache, found = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for number in range(16):
+                if number == 8:
+                    change(model)
+                found.append(model(text.to(device)[:, number : number + 1], cache=cache, use_cache=True).logits)
+        return torch.stack(found)
+
+    found, before = run(), recorder.replays
+    assert before == (8 - 1 - step_graph.AFTER) + (0 if change in (wrap, replace_forward) else 8 - step_graph.AFTER)
+    close(found, as_written(run))
+
+
+def test_states_that_layers_exchange(model, text, device, recorder):
     model, text = model.to(device), text.to(device)
-    cache = DynamicCache(config=model.config)
+
+    def run():
+        cache, found = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for number in range(9):
+                if number == 7:
+                    one, two = cache.layers[0], cache.layers[2]
+                    one.recurrent_states[0], two.recurrent_states[0] = two.recurrent_states[0], one.recurrent_states[0]
+                found.append(model(text[:, number : number + 1], cache=cache, use_cache=True).logits)
+        return torch.stack(found)
+
+    close(run(), as_written(run))
+    assert recorder.replays == 9 - 1 - step_graph.AFTER
+
+
+def test_inference_mode_between(model, text, device, recorder):
+    model, text = model.to(device), text.to(device)
+
+    def run():
+        cache, found = DynamicCache(config=model.config), []
+        for number in range(18):
+            with torch.inference_mode() if 6 <= number < 12 else torch.no_grad():
+                found.append(model(text[:, number : number + 1], cache=cache, use_cache=True).logits.clone())
+        return torch.stack(found)
+
+    close(run(), as_written(run))
+    assert recorder.recordings == 3
+
+
+def test_cache_and_model_are_let_go(base, text, device, recorder):
+    model, text = hosts.load_model(base).to(device), text.to(device)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
     with torch.no_grad():
-        for _ in range(step_graph.AFTER + 2):
-            model(text[:, :1], cache=cache, use_cache=True)
-    assert recorder.recordings == 1
-    gone, cache = weakref.ref(cache), None
-    if device == "cuda":  # the recorder for CPUs holds what it runs
-        gc.collect()
-        assert gone() is None
+        for cache in caches:
+            for _ in range(step_graph.AFTER + 2):
+                model(text[:, :1], cache=cache, use_cache=True)
+    assert recorder.recordings == 2
+    gone, cache = weakref.ref(caches[0]), caches[1]
+    caches.clear()
+    gc.collect()
+    assert gone() is None
+    gone, model = weakref.ref(model), None
+    gc.collect()
+    assert gone() is None and cache is not None
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_written(model, text, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, AssertionError])
+def test_what_cannot_be_recorded_runs_as_it_is_written(model, text, monkeypatch, kind):
     tried = []
 
     def capture(blocks, given):
         tried.append(1)
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        raise kind("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(step_graph, "_on_a_gpu", lambda x: True)
     monkeypatch.setattr(step_graph, "_capture", capture)

@@ -34,8 +34,8 @@ def memory(request, geometry):
 
 
 def part(inputs: MemoryInputs, span: slice) -> MemoryInputs:
-    tensors = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-    return MemoryInputs(**{name: None if x is None else x[:, span] for name, x in tensors.items()})
+    given = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    return MemoryInputs(**{name: x[:, span] if isinstance(x, torch.Tensor) else x for name, x in given.items()})
 
 
 def close(a, b, tolerance=1e-11):
