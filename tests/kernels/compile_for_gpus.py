@@ -19,11 +19,13 @@ from triton.compiler import ASTSource
 
 from surgery.kernels import triton_convolution, triton_gated_norm
 from surgery.kernels.additive import triton_chunks as additive
+from surgery.kernels.additive import triton_decode as additive_decode
 from surgery.kernels.additive import triton_states as additive_states
 from surgery.kernels.bayesian import triton_covariance_backward as bayesian_covariance
 from surgery.kernels.bayesian import triton_decode as bayesian_decode
 from surgery.kernels.bayesian.triton import bayesian
 from surgery.kernels.delta import triton_chunks as delta
+from surgery.kernels.delta import triton_decode as delta_decode
 from surgery.kernels.delta import triton_states as delta_states
 from surgery.kernels.palimpsa import triton_common as palimpsa_common
 from surgery.kernels.palimpsa.triton import palimpsa, palimpsa_step
@@ -105,7 +107,11 @@ def problem(length: int, heads: int, groups: int, key_dim: int, value_dim: int, 
         gate = torch.rand(1, 1, heads)
         values = (gate, gate, gate, torch.ones(heads), gate, gate, gate, gate)
         memory = torch.rand(1, heads, key_dim, value_dim + key_dim)
-        bayesian_decode.step(one["q"], one["k"], one["v"], values, memory, memory)
+        given = one["q"], one["k"], one["v"]
+        bayesian_decode.step(*given, values, memory, memory)
+        delta_decode.step(*given, gate, gate, state, reset := torch.zeros(1, 1, dtype=torch.bool), True)
+        delta_decode.step(*given, gate[..., None].expand(-1, -1, -1, key_dim), gate, state, None, True)
+        additive_decode.step(*given, gate, gate, state.mT, reset, False)
 
 
 def mixers(dtype: torch.dtype) -> None:
