@@ -132,7 +132,10 @@ def test_a_stream_shorter_than_a_step_is_refused():
 
 @pytest.mark.parametrize("shape", [(3, 24, 10), (2, 10, 24), (1, 16, 16)])
 def test_orthogonalised_matrices_have_singular_values_near_one(shape):
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+    left, values, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    # a random square matrix has one near 0 now and then, which five steps do not bring up to 1
+    matrices = left * (0.05 + torch.rand(values.shape))[..., None, :] @ right
+    values = torch.linalg.svdvals(orthogonalise(matrices))
     assert values.min() > 0.3 and values.max() < 1.3
 
 
