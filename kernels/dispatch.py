@@ -83,6 +83,15 @@ def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> 
     return "reference" if tokens == 1 else "chunked"
 
 
+def picked_to_decode(rule: str, device: str | torch.device) -> str:
+    """The form that takes one token from a state on ``device``, with nothing to differentiate: the hosts' rules have
+    kernels for that alone."""
+    asked = os.environ.get("SURGERY_KERNELS") in (None, "", "triton")
+    if asked and rule in ("additive", "delta") and str(device).startswith("cuda") and TRITON:
+        return "triton"
+    return picked(rule, device, 1)
+
+
 def _form(rule: str, k: Tensor, v: Tensor, backend: str | None) -> Callable:
     tokens = v.shape[1]
     name = backend or picked(rule, v.device, tokens)

@@ -83,7 +83,7 @@ def check(
     return RuleCheck(
         rule=rule,
         form=form,
-        decode_form=dispatch.picked(rule, device, 1),
+        decode_form=dispatch.picked_to_decode(rule, device),
         output_error=output_error,
         gradient_error=gradient_error,
         worst_gradient=worst,

@@ -58,6 +58,19 @@ def test_kernels_run_on_cuda_once_they_are_listed(kernel, monkeypatch):
     assert dispatch.picked("delta", "cpu") == "chunked"
 
 
+@pytest.mark.parametrize("rule", dispatch.RULES)
+def test_decoding(monkeypatch, rule):
+    """As :func:`chunks.steps` decides for the hosts' rules, whose other forms are torch's."""
+    monkeypatch.setattr(dispatch, "TRITON", True)
+    assert dispatch.picked_to_decode(rule, "cpu") == "reference"
+    assert dispatch.picked_to_decode(rule, "cuda") == "triton"
+    monkeypatch.setenv("SURGERY_KERNELS", "chunked")
+    assert dispatch.picked_to_decode(rule, "cuda") == "chunked"
+    monkeypatch.setattr(dispatch, "TRITON", False)
+    monkeypatch.delenv("SURGERY_KERNELS")
+    assert dispatch.picked_to_decode(rule, "cuda") == "reference"
+
+
 @pytest.mark.parametrize("backend", dispatch.BACKENDS)
 def test_forced_for_the_process(kernel, monkeypatch, backend):
     monkeypatch.setenv("SURGERY_KERNELS", backend)
