@@ -83,6 +83,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, channels: bool 
     assert tokens >= 1, "at least one token is needed"
 
 
+def check_state(state: Tensor, *shape: int) -> None:
+    """Assert the shape of a state of which a kernel reads and writes as much as the other arguments say."""
+    assert state.shape == shape, f"the state {tuple(state.shape)} is not {shape}"
+
+
 def without_autocast(rule: Callable) -> Callable:
     """Run ``rule`` with autocast off: a state rounded to bf16 at every chunk forgets what it should keep."""
 

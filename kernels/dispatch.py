@@ -67,7 +67,8 @@ def picked(rule: str, device: str | torch.device, tokens: int | None = None) -> 
     """The form that would run ``rule`` on ``device``, for float32 or bfloat16 inputs of usual widths.
 
     Args:
-        tokens: how many tokens the call has; None for any number above one.
+        tokens: how many tokens the call has; None for any number above one. For one that continues a state see
+            :func:`picked_to_decode`.
 
     Raises:
         ValueError: SURGERY_KERNELS names no form.

@@ -157,8 +157,8 @@ def _first_token(
         name: value[:, :1] if isinstance(value, Tensor) and value.shape[1:2] == (tokens,) else value
         for name, value in {**arguments, **options}.items()
     }
-    with torch.no_grad():
-        return getattr(dispatch, rule)(**first)
+    with torch.no_grad():  # as a cache's state, which is overwritten
+        return getattr(dispatch, rule)(**{**first, "state": first["state"].clone()}, in_place=True)
 
 
 def _move(values: dict[str, object], device: str) -> dict[str, object]:

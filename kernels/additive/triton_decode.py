@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..chunks import on_its_device
+from ..chunks import check, check_state, on_its_device
 
 TILE = 8192  # elements of the state that a program holds
 
@@ -47,8 +47,10 @@ def step(
     """One token of :func:`.reference.additive`, same arguments and results; ``in_place``, the state [B, H, V, K], which
     is contiguous then, is overwritten and returned."""
     q, k, v, log_decay, before = (x.contiguous() for x in (q, k, v, log_decay, state))
+    check(q, k, v, log_decay)
     batch, _, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
+    check_state(state, batch, heads, value_dim, key_dim)
     o, after = torch.empty_like(v), before if in_place else torch.empty_like(before)
     keys = triton.next_power_of_2(key_dim)
     rows = min(triton.next_power_of_2(value_dim), max(1, TILE // keys))

@@ -172,7 +172,7 @@ def bayesian(
     _check(q, k, v, decay)
     gates = tuple(gate.to(dtype) for gate in gates)
     if v.shape[1] == 1 and state is not None and not torch.is_grad_enabled():
-        if in_place and state.is_contiguous() and state.dtype == dtype:
+        if in_place and not torch.compiler.is_compiling() and state.is_contiguous() and state.dtype == dtype:
             return _step(q, k, v, gates, state, state), state
         after = torch.empty_like(state, dtype=dtype, memory_format=torch.contiguous_format)
         return _step(q, k, v, gates, state.to(dtype), after), after

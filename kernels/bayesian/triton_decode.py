@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..chunks import on_its_device
+from ..chunks import check_state, on_its_device
 from .triton_common import OPTIONS
 
 WHOLE = 128  # the widest keys whose P a program holds
@@ -133,6 +133,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...], before: Ten
     """
     batch, _, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
+    check_state(before, batch, heads, key_dim, value_dim + key_dim)
     decay, cov_decay_sqrt, noise, precision, observation, erase, shrink, write = gates
     o = torch.empty_like(v)
     # u and the gain of each head

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..chunks import on_its_device
+from ..chunks import check, check_state, on_its_device
 
 TILE = 8192  # elements of the state that a program holds
 
@@ -50,8 +50,10 @@ def step(
     """One token of :func:`.reference.delta`, same arguments and results; ``in_place``, the state [B, H, K, V], which is
     contiguous then, is overwritten and returned."""
     q, k, v, log_decay, beta, before = (x.contiguous() for x in (q, k, v, log_decay, beta, state))
+    check(q, k, v, log_decay, channels=True)
     batch, _, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
+    check_state(state, batch, heads, key_dim, value_dim)
     o, after = torch.empty_like(v), before if in_place else torch.empty_like(before)
     keys = triton.next_power_of_2(key_dim)
     columns = min(triton.next_power_of_2(value_dim), max(1, TILE // keys))

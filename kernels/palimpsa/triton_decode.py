@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..chunks import on_its_device
+from ..chunks import check_state, on_its_device
 from .triton_common import INTERPRETED, OPTIONS, reciprocal
 
 
@@ -52,6 +52,7 @@ def step(
     """o [B, 1, H, V]; the state [B, 2, H, V, K] in ``before`` goes to ``after``, which may be the same tensor."""
     batch, _, heads, value_dim = v.shape
     groups, key_dim = k.shape[2:]
+    check_state(before, batch, 2, heads, value_dim, key_dim)
     flags = log_decay if reset is None else reset.contiguous().view(torch.uint8)
     o = torch.empty_like(v)
     keys = max(16, triton.next_power_of_2(key_dim))

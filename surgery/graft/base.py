@@ -175,8 +175,8 @@ class Graft(nn.Module):
         mask = padding(attention_mask, hidden_states.shape[1])
         if cache is None and hidden_states.shape[1] > 1 and compiling.active() and self._compiles(hidden_states):
             return compiling.run(_mixed, self, (self.memory.rule, self.geometry), hidden_states, mask, reset)
-        # the cache's own state, whose old value nothing needs once there is a new one
-        in_place = cache is not None and not torch.is_grad_enabled()
+        # the cache's own state, whose old value nothing needs once there is a new one, except a hook that is given both
+        in_place = cache is not None and not torch.is_grad_enabled() and not _hooked(self.memory)
         mixed, window, state = _mix(self, hidden_states, mask, reset, window, state, in_place)
         if cache is not None:
             carried.write(cache, self.layer_idx, window, state)

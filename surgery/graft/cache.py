@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -44,8 +45,10 @@ def write(cache: Any, layer_idx: int, window: Tensor, state: Tensor) -> None:
     layer = _layer(cache, layer_idx)
     layer.update_conv_state(window.detach(), 0, conv_kernel_size=window.shape[-1])
     held = layer.recurrent_states[0] if layer.is_recurrent_states_initialized[0] else None
-    if held is not state:  # which was written in place otherwise
+    if held is not state:
         layer.update_recurrent_state(state.detach(), 0)
+    else:  # a kernel has written it: who has saved the old one for a gradient is told
+        torch.autograd.graph.increment_version(state)
 
 
 def _layer(cache: Any, layer_idx: int) -> Any:

@@ -129,14 +129,28 @@ def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, 
         made = outcome(compiled(function), hidden)
         try:
             written = outcome(function, hidden)
+            try:
+                rounded = outcome(function, (hidden * (1 + ROUNDING[half] * noise)).to(hidden.dtype))
+            except torch.OutOfMemoryError:
+                rounded = {}
+            fault = _fault(made, written, rounded)
         except torch.OutOfMemoryError:
             # which as it is written takes more memory
             warnings.warn(f"{name}, compiled, could not be compared: out of GPU memory", stacklevel=2)
             return True
-        try:
-            rounded = outcome(function, (hidden * (1 + ROUNDING[half] * noise)).to(hidden.dtype))
-        except torch.OutOfMemoryError:
-            rounded = {}
+    if fault is None:
+        return True
+    what, error = fault
+    warnings.warn(
+        f"{name}, compiled, is {error:.1e} off what it compiles, in the {what}: it runs uncompiled", stacklevel=2
+    )
+    return False
+
+
+def _fault(
+    made: dict[str, Tensor], written: dict[str, Tensor], rounded: dict[str, Tensor]
+) -> tuple[str, float] | None:
+    """The first tensor of what is ``written`` that was ``made`` otherwise, and how far off it is."""
     largest = max(map(_size, written.values()))
     for what, x in written.items():
         # a gradient of zero may be rounding beside the largest
@@ -147,23 +161,19 @@ def _agrees(function: Callable[..., Tensor], module: nn.Module, hidden: Tensor, 
             most = MOST if size > SMALL * largest else torch.inf
             allowed = max(TOLERANCE, min(most, RESPONSES * response / size))
         if not error <= allowed * size:
-            warnings.warn(
-                f"{name}, compiled, is {error / size:.1e} off what it compiles, in the {what}: it runs uncompiled",
-                stacklevel=2,
-            )
-            return False
-    return True
+            return what, error / size
+    return None
 
 
 def _size(x: Tensor) -> float:
     """The root mean square of what is finite."""
     finite = x[x.isfinite()]
-    return finite.norm().item() / max(1, finite.numel()) ** 0.5
+    return torch.linalg.vector_norm(finite, dtype=torch.float64).item() / max(1, finite.numel()) ** 0.5
 
 
 def _error(found: Tensor | None, x: Tensor) -> float:
     """The root mean square of the difference; infinite where other entries are finite, or nothing was found."""
-    if found is None or not torch.equal(found.isfinite(), x.isfinite()):
+    if found is None or not (torch.equal(found.isfinite(), x.isfinite()) and torch.equal(found.isnan(), x.isnan())):
         return float("inf")
     return _size(found - x)
 

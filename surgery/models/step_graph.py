@@ -71,7 +71,7 @@ _known: weakref.WeakKeyDictionary[Cache, _Steps] = weakref.WeakKeyDictionary()
 
 def step(parts: Sequence[nn.Module], blocks: Callable[[Tensor], Tensor], hidden: Tensor, cache: Cache) -> Tensor:
     """``blocks(hidden)``, a pass of [B, 1, D] through ``parts``, that reads and writes ``cache``."""
-    if not (_on_a_gpu(hidden) and _wanted() and _recordable(cache)):
+    if torch.compiler.is_compiling() or not (_on_a_gpu(hidden) and _wanted() and _recordable(cache)):
         return blocks(hidden)
     steps = _known.setdefault(cache, _Steps())
     kind = (*hidden.shape, hidden.dtype, hidden.device, torch.is_inference_mode_enabled())
@@ -92,6 +92,7 @@ def step(parts: Sequence[nn.Module], blocks: Callable[[Tensor], Tensor], hidden:
     recording = steps.recording
     recording.given.copy_(hidden)
     recording.replay()
+    torch.autograd.graph.increment_version(recording.states)  # who has saved one for a gradient is told
     return recording.made.clone()
 
 
@@ -104,7 +105,7 @@ def _wanted() -> bool:
     choice = os.environ.get(SWITCH)
     if choice not in (None, "0", "1"):
         raise UsageError(f"{SWITCH}={choice}: choose 0 or 1")
-    if choice == "0" or _as_written.get() or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if choice == "0" or _as_written.get() or torch.is_grad_enabled():
         return False
     watchers = (
         torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, torch_module._global_backward_hooks,
@@ -152,9 +153,14 @@ def _holds(recording: _Recording, modules: list[nn.Module], manner: list[tuple |
     exchanged = [(held, recorded) for held, recorded in pairs if held[0] is not recorded]
     if any((held[0].shape, held[0].dtype) != (recorded.shape, recorded.dtype) for held, recorded in exchanged):
         return False
-    recorded_ones = {id(recorded) for recorded in recording.states}
+    if not exchanged:
+        return True
+    places = [held[0].untyped_storage().data_ptr() for held, _ in pairs if held[0].numel()]
+    if len(set(places)) < len(places):  # two layers hold one state
+        return False
+    known = {recorded.untyped_storage().data_ptr() for recorded in recording.states}
     # where layers have exchanged theirs, none is overwritten before it has been read
-    fresh = [held[0].clone() if id(held[0]) in recorded_ones else held[0] for held, _ in exchanged]
+    fresh = [held[0].clone() if held[0].untyped_storage().data_ptr() in known else held[0] for held, _ in exchanged]
     for (held, recorded), value in zip(exchanged, fresh, strict=True):
         recorded.copy_(value)
         held[0] = recorded

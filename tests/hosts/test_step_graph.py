@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from surgery import hosts
 from surgery.errors import UsageError
+from surgery.graft import Graft
 from surgery.kernels import dispatch
 from surgery.models import step_graph
 
@@ -252,6 +253,68 @@ def test_states_that_layers_exchange(model, text, device, recorder):
 
     close(run(), as_written(run))
     assert recorder.replays == 9 - 1 - step_graph.AFTER
+
+
+def test_a_state_that_two_layers_hold(model, text, device, recorder):
+    model, text = model.to(device), text.to(device)
+
+    def run():
+        cache, found = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for number in range(9):
+                if number == 7:
+                    cache.layers[2].recurrent_states[0] = cache.layers[0].recurrent_states[0]
+                found.append(model(text[:, number : number + 1], cache=cache, use_cache=True).logits)
+        return torch.stack(found)
+
+    close(run(), as_written(run))
+    assert recorder.replays == 7 - 1 - step_graph.AFTER
+
+
+def test_saved_states_are_known_to_be_overwritten(upgraded, text, device, recorder, monkeypatch):
+    """By a kernel for one token, which autograd does not see, and by a replay."""
+    if device == "cpu":
+        monkeypatch.setattr(dispatch, "steps", lambda q, k, v, state: v.shape[1] == 1 and state is not None)
+        monkeypatch.setattr(recorder, "capture", lambda blocks, given: (blocks(given), lambda: None))
+    model, text = upgraded.to(device), text.to(device)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(text, cache=cache, use_cache=True)
+        for _ in range(step_graph.AFTER + 2):
+            for layer in cache.layers:
+                before = layer.recurrent_states[0]._version
+                model(text[:, :1], cache=cache, use_cache=True)
+                assert layer.recurrent_states[0]._version > before
+    assert recorder.replays
+
+
+def test_a_hook_on_the_memory_sees_both_states(upgraded, text, device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(dispatch, "steps", lambda q, k, v, state: v.shape[1] == 1 and state is not None)
+    model, text = upgraded.to(device), text.to(device)
+    cache, seen = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        model(text, cache=cache, use_cache=True)
+        memory = next(module.memory for module in model.modules() if isinstance(module, Graft))
+        memory.register_forward_hook(lambda _, given, made: seen.append(torch.equal(given[1], made[1])))
+        model(text[:, :1], cache=cache, use_cache=True)
+    assert seen == [False]
+
+
+def test_compiled_in_one_graph(model, text, recorder, device):
+    """A compiled model decodes without recordings of its own."""
+    if device == "cuda":
+        pytest.skip("its code is made for a CPU here")
+    tokens = torch.randint(3, 64, (2, 6))
+    expected = as_written(stepped, model, text, tokens)
+    torch.compiler.reset()
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    cache, found = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        found.append(model(text, cache=cache, use_cache=True).logits[:, -1])
+        found += [step(token, cache=cache, use_cache=True).logits[:, -1] for token in tokens.split(1, 1)]
+    close(torch.stack(found), expected)
+    assert recorder.recordings == 0
 
 
 def test_inference_mode_between(model, text, device, recorder):

@@ -108,3 +108,15 @@ def test_when_it_is_taken(taken):
         assert not chunks.steps(arguments["q"].double(), *given[1:], arguments["state"])
         assert not chunks.steps(*(x.expand(-1, 2, -1, -1) for x in given), arguments["state"])
     assert not chunks.steps(*given, arguments["state"])
+
+
+@device_test
+@pytest.mark.parametrize("rule", RULES)
+def test_shapes_that_do_not_fit_are_refused(taken, rule):
+    """A kernel would read and write beyond what there is."""
+    arguments = problem(rule, 8, 16)
+    with torch.no_grad():
+        with pytest.raises(AssertionError, match="the state"):
+            RULES[rule][0](**{**arguments, "state": arguments["state"][:1]}, in_place=True)
+        with pytest.raises(AssertionError, match="no multiple"):
+            RULES[rule][0](**{**arguments, "v": arguments["v"][:, :, :3]})
