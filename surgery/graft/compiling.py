@@ -29,10 +29,10 @@ from surgery.kernels.chunks import TRITON
 
 SWITCH = "SURGERY_COMPILE"
 VARIANTS = 64  # compilations of one function: shapes, rules, and who gets gradients
-# how far a compiled output or gradient may be off, relative: a tensor that is read wrongly is by 0.3 and more. But a
-# compiler rounds in another order, and a gradient may be made of that (0.14 of a delta rule's was, with random weights
-# in bfloat16): so it may also be off by so many times what a rounding of the input does to it; up to MOST, unless it is
-# beside the largest SMALL
+# how far a compiled output or gradient may be off, relative: the faults seen were 0.4 and more. But a compiler rounds
+# in another order, and a gradient may be made of that (0.14 of a delta rule's was, with random weights in bfloat16): so
+# it may also be off by RESPONSES times what a rounding of the input does to it, and by MOST at most where it is more
+# than SMALL times the largest
 TOLERANCE, RESPONSES, MOST, SMALL = 0.1, 2.0, 0.3, 1e-3
 ROUNDING = {True: 2.0**-8, False: 2.0**-11}  # in half precision and, for kernels that take products in tf32, otherwise
 

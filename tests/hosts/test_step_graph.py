@@ -238,7 +238,17 @@ def test_other_blocks_than_were_recorded(bases, text, device, recorder, change):
     close(found, as_written(run))
 
 
-def test_states_that_layers_exchange(model, text, device, recorder):
+def exchange(one, two):
+    one[0], two[0] = two[0], one[0]
+
+
+def share(one, two):
+    two[0] = one[0]
+
+
+@pytest.mark.parametrize(("change", "replayed"), [(exchange, 9), (share, 7)])
+def test_states_that_layers_exchange_or_share(model, text, device, recorder, change, replayed):
+    """Exchanged ones are put in their places; of a shared one a recording, which has two, would make another thing."""
     model, text = model.to(device), text.to(device)
 
     def run():
@@ -246,29 +256,12 @@ def test_states_that_layers_exchange(model, text, device, recorder):
         with torch.no_grad():
             for number in range(9):
                 if number == 7:
-                    one, two = cache.layers[0], cache.layers[2]
-                    one.recurrent_states[0], two.recurrent_states[0] = two.recurrent_states[0], one.recurrent_states[0]
+                    change(cache.layers[0].recurrent_states, cache.layers[2].recurrent_states)
                 found.append(model(text[:, number : number + 1], cache=cache, use_cache=True).logits)
         return torch.stack(found)
 
     close(run(), as_written(run))
-    assert recorder.replays == 9 - 1 - step_graph.AFTER
-
-
-def test_a_state_that_two_layers_hold(model, text, device, recorder):
-    model, text = model.to(device), text.to(device)
-
-    def run():
-        cache, found = DynamicCache(config=model.config), []
-        with torch.no_grad():
-            for number in range(9):
-                if number == 7:
-                    cache.layers[2].recurrent_states[0] = cache.layers[0].recurrent_states[0]
-                found.append(model(text[:, number : number + 1], cache=cache, use_cache=True).logits)
-        return torch.stack(found)
-
-    close(run(), as_written(run))
-    assert recorder.replays == 7 - 1 - step_graph.AFTER
+    assert recorder.replays == replayed - 1 - step_graph.AFTER
 
 
 def test_saved_states_are_known_to_be_overwritten(upgraded, text, device, recorder, monkeypatch):
