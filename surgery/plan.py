@@ -44,7 +44,7 @@ class Plan:
     Attributes:
         layers: the layers that are swapped, ascending.
         horizons: metric -> layer -> N_t, where layers were chosen by it.
-        options: the memory rule's options, defaults left out.
+        options: the memory rule's options, all of them.
         exact: the swapped model computes the base's function.
         reason: why it does not, where it does not.
         kept: the host's tensors in the swapped mixers, as they are.
@@ -173,7 +173,7 @@ def make_plan(
 def plan_memory(
     recipe: Recipe, checkpoint: Checkpoint, adapter: HostAdapter, layers: Sequence[int]
 ) -> tuple[dict[str, Any], tuple[Added, ...], bool]:
-    """The memory rule's options, the tensors it adds, and whether its dose 0 is the host's rule.
+    """Return the memory rule's options, all of them, the tensors it adds, and whether its dose 0 is the host's rule.
 
     Raises:
         UsageError: an option does not fit the host's shapes.
@@ -187,17 +187,19 @@ def plan_memory(
         options = {**getattr(RULES[recipe.memory.rule], "paper_defaults", {}), **options}
     added = []
     exact_limit = True
+    written: dict[str, Any] = {}
     for layer in layers:
         prefix = adapter.tensor_prefix(checkpoint.config, layer)
         with recipe.at(("memory",)), torch.device("meta"):
             memory = create(recipe.memory.rule, adapter.geometry(checkpoint.config, layer), **options)
         memory = memory.to(mixer_dtype(checkpoint, prefix))
         exact_limit &= memory.exact_limit
+        written = memory.options
         for name, tensor in memory.state_dict().items():
             dtype = DTYPE_NAMES[str(tensor.dtype).removeprefix("torch.")]
             nbytes = tensor.numel() * tensor.element_size()
             added.append(Added(f"{prefix}memory.{name}", layer, tuple(tensor.shape), dtype, nbytes))
-    return options, tuple(added), exact_limit
+    return written, tuple(added), exact_limit
 
 
 def why_inexact(rule: str, host: str, dose: float, exact_limit: bool) -> str | None:

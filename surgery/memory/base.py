@@ -98,12 +98,15 @@ class MemoryRule(nn.Module):
     """
 
     rule: ClassVar[str]  # the recipe's name for it
-    defaults: ClassVar[dict[str, Any]] = {}  # the recipe's options and their defaults
+    # The recipe's options, and what each means where nothing names it. Checkpoints and recipes rest on these meanings,
+    # so they never change: a better choice goes into the recipes that ship or are drafted, which name every option.
+    defaults: ClassVar[dict[str, Any]] = {}
     paper_defaults: ClassVar[dict[str, Any]] = {}  # those that differ under `start: paper`
 
     def __init__(self, geometry: MemoryGeometry) -> None:
         super().__init__()
         self.geometry = geometry
+        self.options: dict[str, Any] = {}  # all of the rule's options as they are in force, plain JSON values
         self.register_buffer("dose", torch.zeros((), dtype=torch.float32))
 
     @property

@@ -6,6 +6,7 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.errors import UsageError
@@ -15,6 +16,8 @@ from .base import MemoryGeometry, MemoryInputs, MemoryRule
 
 # the observation noise is at least this part of the largest variance, less what enters as process noise
 NOISE_FLOOR = 1e-4
+# log nu_t and log l2_t from the token stay within it of 0: both noises lie between 1e-4 and 1e4
+TOKEN_NOISE_BOUND = math.log(1e4)
 # below it a write strength changes nothing, while 1 / eta and its gradient leave float32
 SMALLEST_STRENGTH = 1e-12
 
@@ -60,21 +63,34 @@ class Bayesian(MemoryRule):
     Noise. ``restoring``: n_t = nu (1 - c_t) and p0 = nu, so that forgetting returns P to its prior and P <= nu I.
     ``constant``, the paper's: n_t = l2 and a p0 of its own.
 
+    The paper's l_t^2 depends on the token. ``noise_from: token`` learns a map to it from the mixer's input h_t:
+
+        log nu_t = bound(log_nu + w.h_t / sqrt D)        bound(x) = x / sqrt(1 + (x / ln 1e4)^2)
+
+    and likewise log l2_t. The bound is smooth and keeps a gradient on both sides, and both noises lie between 1e-4 and
+    1e4. Division by sqrt D lets a step of the optimiser move the noise about as far at every width. The largest
+    variance without any observation, s_t = c_t s_{t-1} + n_t from s_0 = p0, bounds P_t <= s_t I. It no longer follows
+    from the parameters, so it is carried with the state.
+
     Parameters, float32, one for each head and noise group, beside the dose. What only rescales P is left out: M depends
     on the ratio of process to observation noise alone. On a delta host the observation noise comes from the host's own
     write gate, which stays trainable, and the ratio from nu or l2; on an additive host nu = l2 = 1 and it is lambda.
-        log_nu [L]: delta, restoring. Acts as 1 + d (nu - 1); starts at 0, the host's unit prior.
-        log_l2 [L]: delta, constant. Acts as 1 + d (l2 - 1); starts at 0, the paper's l^2 = 1.
-        log_p0 [L]: constant, unless the retention is 0 (then p0 acts on nothing). Acts as 1 + d (p0 - 1); starts at 0,
-            the paper's p0 = 1.
+        log_nu [L]: delta, restoring. Acts as 1 + d (nu - 1); starts at 0, the host's unit prior. p0 is this nu, without
+            the token's part.
+        log_l2 [L]: delta, constant. Acts as 1 + d (l2 - 1); starts at 0 (this project's choice).
+        log_p0 [L]: constant, unless the retention is 0 (then p0 acts on nothing). Acts as 1 + d (p0 - 1); starts at 0
+            (this project's choice).
+        noise_proj [L, D]: noise from the token, w above. Starts at 0, which is one noise per head. On an
+            additive host log_nu and log_l2 are 0, since they would only rescale P.
         log_lambda [L]: additive. Acts as d lambda; starts at -log K, so that lambda |k|^2 is about 1 for keys with
             entries of unit size (this project's choice).
 
-    State: the mean beside the covariance, [B, L, K, V / Gn + K]; with constant noise one column more, filled with s
-    (its diagonal, where a host decays by channel).
+    State: the mean beside the covariance, [B, L, K, V / Gn + K]; with constant noise or noise from the token one column
+    more, filled with s (its diagonal, where a host decays by channel).
 
     Args:
         noise: ``restoring`` or ``constant``.
+        noise_from: ``head``, one noise per head, or ``token``, a noise that each token's input sets.
         retention: rho in [0, 1], fixed.
         noise_groups: Gn, a divisor of V: each group of a head's value channels has its own noise and covariance.
 
@@ -83,7 +99,12 @@ class Bayesian(MemoryRule):
     """
 
     rule = "bayesian"
-    defaults = {"noise": "restoring", "retention": 1.0, "noise_groups": 1}  # noqa: RUF012 (declared in the base)
+    defaults = {  # noqa: RUF012 (declared in the base)
+        "noise": "restoring",
+        "noise_from": "head",
+        "retention": 1.0,
+        "noise_groups": 1,
+    }
     paper_defaults = {"noise": "constant"}  # noqa: RUF012
 
     def __init__(
@@ -91,12 +112,15 @@ class Bayesian(MemoryRule):
         geometry: MemoryGeometry,
         *,
         noise: Literal["restoring", "constant"] = "restoring",
+        noise_from: Literal["head", "token"] = "head",
         retention: float = 1.0,
         noise_groups: int = 1,
     ) -> None:
         super().__init__(geometry)
         if noise not in ("restoring", "constant"):
             raise UsageError(f"memory.noise: {noise!r} is neither restoring nor constant")
+        if noise_from not in ("head", "token"):
+            raise UsageError(f"memory.noise_from: {noise_from!r} is neither head nor token")
         if not isinstance(retention, (int, float)) or isinstance(retention, bool) or not 0 <= retention <= 1:
             raise UsageError(f"memory.retention: {retention!r} is not a number from 0 to 1")
         if not isinstance(noise_groups, int) or isinstance(noise_groups, bool) or noise_groups < 1:
@@ -104,8 +128,12 @@ class Bayesian(MemoryRule):
         if geometry.value_dim % noise_groups:
             raise UsageError(f"memory.noise_groups: {noise_groups} does not divide the values' {geometry.value_dim}")
         self.noise = noise
+        self.noise_from = noise_from
         self.retention = float(retention)
         self.noise_groups = noise_groups
+        self.options = {
+            "noise": noise, "noise_from": noise_from, "retention": self.retention, "noise_groups": noise_groups
+        }
         names = []
         if geometry.style == "additive":
             names.append("log_lambda")
@@ -116,6 +144,8 @@ class Bayesian(MemoryRule):
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.empty(self._memories, dtype=torch.float32)))
         self._names = tuple(names)
+        if noise_from == "token":
+            self.noise_proj = nn.Parameter(torch.empty(self._memories, geometry.hidden_size, dtype=torch.float32))
         self.reset_parameters()
 
     @property
@@ -130,15 +160,22 @@ class Bayesian(MemoryRule):
     def _value_dim(self) -> int:
         return self.geometry.value_dim // self.noise_groups
 
+    @property
+    def _carries_bound(self) -> bool:
+        """Whether the state holds s_t, which otherwise follows from the parameters."""
+        return self.noise == "constant" or self.noise_from == "token"
+
     def state_shape(self, batch: int) -> tuple[int, ...]:
         key_dim = self.geometry.key_dim
-        return batch, self._memories, key_dim, self._value_dim + key_dim + (self.noise == "constant")
+        return batch, self._memories, key_dim, self._value_dim + key_dim + self._carries_bound
 
     @torch.no_grad()
     def reset_parameters(self, start: Literal["exact", "paper"] = "exact") -> None:
         for name in self._names:
             start_value = -math.log(self.geometry.key_dim) if name == "log_lambda" else 0.0
             getattr(self, name).fill_(start_value)
+        if self.noise_from == "token":
+            self.noise_proj.zero_()
         self.dose.fill_(0.0 if start == "exact" else 1.0)
 
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -146,7 +183,7 @@ class Bayesian(MemoryRule):
         q, k, v = masked.q, masked.k, masked.v
         dtype = torch.promote_types(v.dtype, torch.float32)
         unobserved = None
-        if self.noise == "constant":
+        if self._carries_bound:
             if state is None:
                 unobserved = self._prior(dtype).expand(v.shape[0], -1)
                 if self.geometry.channel_decay:
@@ -181,7 +218,7 @@ class Bayesian(MemoryRule):
         covariance = state[..., start : start + self.geometry.key_dim]
         shape = (self.geometry.num_heads, *([self.geometry.key_dim] if self.geometry.channel_decay else []))
         g = state.new_zeros(state.shape[0], *shape) if log_decay is None else log_decay.to(dtype)
-        _, c_sqrt, noise = self._prediction(g, dtype)
+        _, c_sqrt, noise = self._prediction(g, self._noise(None, dtype), dtype)
         if self.geometry.channel_decay:
             predicted = c_sqrt[..., :, None] * covariance * c_sqrt[..., None, :] + torch.diag_embed(noise)
             values = torch.linalg.eigvalsh(predicted)
@@ -191,18 +228,31 @@ class Bayesian(MemoryRule):
         condition = (values[..., -1] / smallest).unflatten(1, (-1, self.noise_groups))
         return {"covariance_condition": condition.mean((0, 2)).float()}
 
-    def _prediction(self, g: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """a, sqrt c and n, each [..., L], for log decays [..., H]; with K as their last dimension where the host decays
-        by channel."""
+    def _noise(self, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return nu_t (restoring) or l2_t (constant): [L] from the head, [B, T, L] from the tokens' ``hidden``."""
+        name = "log_nu" if self.noise == "restoring" else "log_l2"
+        if self.noise_from == "head" or hidden is None:
+            return self._dosed(name, dtype)
+        # not in half precision, whatever autocast says: the noise is an exponential of this product
+        with torch.autocast(hidden.device.type, enabled=False):
+            log_noise = F.linear(hidden.to(dtype), self.noise_proj.to(dtype)) / math.sqrt(self.geometry.hidden_size)
+        if name in self._names:
+            log_noise = log_noise + getattr(self, name).to(dtype)
+        return 1 + self.dose.to(dtype) * torch.expm1(_bounded(log_noise))
+
+    def _prediction(self, g: Tensor, level: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a, sqrt c and n, each [..., L], for log decays [..., H] and noise ``level`` [L] or [..., L]; with K as
+        their last dimension where the host decays by channel."""
         g = self._spread(g.to(dtype), -2 if self.geometry.channel_decay else -1)
         rho = self.dose.to(dtype) * self.retention
         decay = g.exp()
         c_sqrt = rho.sqrt() * decay
+        noise = self._over_decays(level)
         if self.noise == "restoring":
             # 1 - c, with its digits where a is near 1
-            noise = self._over_decays(self._prior(dtype)) * ((1 - rho) - rho * torch.expm1(2 * g))
+            noise = noise * ((1 - rho) - rho * torch.expm1(2 * g))
         else:
-            noise = self._over_decays(self._dosed("log_l2", dtype)).expand_as(g)
+            noise = noise.expand_as(g)
         return decay, c_sqrt, noise
 
     def _lower(self, inputs: MemoryInputs, unobserved: Tensor | None, dtype: torch.dtype) -> tuple[_Scalars, Tensor]:
@@ -212,7 +262,7 @@ class Bayesian(MemoryRule):
             inputs: masked, so with zero keys and values on padding. unobserved: [B, L], s before the first token; or
                 [B, L, K], decaying by channel.
         """
-        decay, c_sqrt, noise = self._prediction(inputs.log_decay, dtype)
+        decay, c_sqrt, noise = self._prediction(inputs.log_decay, self._noise(inputs.hidden, dtype), dtype)
         write = inputs.write.to(dtype)
         prior = self._prior(dtype)
         if inputs.mask is not None:
@@ -253,7 +303,10 @@ class Bayesian(MemoryRule):
         """[L]: 1 + d (exp(parameter) - 1), or 1 for a parameter that this rule does not have."""
         if name not in self._names:
             return torch.ones(self._memories, dtype=dtype, device=self.dose.device)
-        return 1 + self.dose.to(dtype) * torch.expm1(getattr(self, name).to(dtype))
+        value = getattr(self, name).to(dtype)
+        if self.noise_from == "token" and name != "log_p0":
+            value = _bounded(value)
+        return 1 + self.dose.to(dtype) * torch.expm1(value)
 
     def _prior(self, dtype: torch.dtype) -> Tensor:
         """p0 [L], which is nu for restoring noise."""
@@ -271,6 +324,13 @@ class Bayesian(MemoryRule):
         yield from super()._float32_tensors()
         for name in self._names:
             yield name, getattr(self, name)
+        if self.noise_from == "token":
+            yield "noise_proj", self.noise_proj
+
+
+def _bounded(log_noise: Tensor) -> Tensor:
+    """Keep log noise within TOKEN_NOISE_BOUND of 0; the identity near 0, with a gradient everywhere."""
+    return log_noise * torch.rsqrt(1 + (log_noise / TOKEN_NOISE_BOUND).square())
 
 
 def _affine_scan(factor: Tensor, term: Tensor, start: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ class Palimpsa(MemoryRule):
         if not isinstance(learn_prior, bool):
             raise UsageError(f"memory.learn_prior: {learn_prior!r} is neither true nor false")
         self.b_scale_range = (float(b_scale[0]), float(b_scale[1]))
+        self.options = {"rank": rank, "b_scale": list(self.b_scale_range), "learn_prior": learn_prior}
         heads = geometry.num_heads
         self.b_rank_proj = nn.Linear(geometry.hidden_size, rank, bias=False)
         self.b_proj = nn.Linear(rank, heads * geometry.value_dim, bias=False)

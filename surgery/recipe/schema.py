@@ -125,6 +125,7 @@ class Memory(Section):
     b_scale: Pair = (0.1, 1.0)
     learn_prior: Switch = False
     noise: Annotated[Literal["restoring", "constant"], one_of("restoring", "constant")] = "restoring"
+    noise_from: Annotated[Literal["head", "token"], one_of("head", "token")] = "head"
     retention: Unit = 1.0
     noise_groups: Count = 1
 
@@ -138,7 +139,7 @@ class Memory(Section):
 # which rule each option belongs to
 OPTIONS_OF: dict[str, tuple[str, ...]] = {
     "palimpsa": ("rank", "b_scale", "learn_prior"),
-    "bayesian": ("noise", "retention", "noise_groups"),
+    "bayesian": ("noise", "noise_from", "retention", "noise_groups"),
     "host": (),
 }
 

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from surgery.memory import MemoryGeometry, create
-from surgery.memory.bayesian import NOISE_FLOOR
+from surgery.memory.bayesian import NOISE_FLOOR, TOKEN_NOISE_BOUND
 from surgery.memory.palimpsa import CHANNELS
 
 RULES = [("host", {}), ("palimpsa", {"rank": 4}), ("bayesian", {}), ("bayesian", {"noise": "constant"})]
 RULES += [("bayesian", {"noise_groups": 2, "retention": 0.6})]
+RULES += [("bayesian", {"noise_from": "token"}), ("bayesian", {"noise_from": "token", "noise": "constant"})]
 
 
 @pytest.fixture
@@ -77,14 +78,16 @@ def filtered(memory, inputs, b, h, outputs):
             restoring = memory.noise == "restoring"
             level = partial(dosed, memory, h * groups + group)
             rho = memory.dose.double() * memory.retention
-            noise = level("log_nu" if restoring else "log_l2")
-            prior = noise if restoring else level("log_p0")
+            name = "log_nu" if restoring else "log_l2"
+            prior = level(name) if restoring else level("log_p0")
         m = torch.zeros(g.key_dim, len(columns), dtype=torch.float64)
         p, unseen = prior * identity, prior.expand(g.key_dim)
         start = (m, p, unseen)
         for t, (q, k, v, a, eta, first) in enumerate(one_head(inputs, b, h)):
             m, p, unseen = start if first else (m, p, unseen)
             c = rho * a**2
+            if memory.rule == "bayesian":
+                noise = level(name, inputs.hidden[b, t])
             entering = noise * (1 - c) if restoring else noise.expand(g.key_dim)
             unseen = c * unseen + entering  # the diagonal without any observation
             p = c.sqrt()[:, None] * p * c.sqrt() + torch.diag(entering)
@@ -97,8 +100,13 @@ def filtered(memory, inputs, b, h, outputs):
             outputs[t, columns] = m.T @ q
 
 
-def dosed(memory, index, name):
-    return 1 + memory.dose.double() * torch.expm1(getattr(memory, name)[index].double())
+def dosed(memory, index, name, hidden=None):
+    log = getattr(memory, name)[index].double()
+    if memory.noise_from == "token" and name != "log_p0":
+        if hidden is not None:
+            log = log + memory.noise_proj[index].double() @ hidden.double() / len(hidden) ** 0.5
+        log = log / (1 + (log / TOKEN_NOISE_BOUND) ** 2).sqrt()
+    return 1 + memory.dose.double() * torch.expm1(log)
 
 
 def apart(x, y):

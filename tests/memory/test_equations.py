@@ -26,29 +26,37 @@ def head_streams(memory: MemoryRule, given: MemoryInputs):
         for h in range(heads):
             for g in range(groups):
                 streams = (q[b, :, h], k[b, :, h], v[b, :, h, g], given.log_decay[b, :, h].exp(), given.write[b, :, h])
-                yield b, h * groups + g, (*streams, reset[b])
+                yield b, h * groups + g, (*streams, reset[b], given.hidden[b])
 
 
-def dosed(memory: MemoryRule, name: str, index: int) -> float:
-    return 1 + memory.dose.item() * (math.exp(getattr(memory, name)[index].item()) - 1)
+def dosed(memory: MemoryRule, name: str, index: int, hidden: Tensor | None = None) -> float:
+    """1 + d (exp(parameter) - 1); with the token's part, within its bounds, where a token sets the noise."""
+    log = getattr(memory, name)[index].item() if hasattr(memory, name) else 0.0
+    if memory.noise_from == "token" and name != "log_p0":
+        if hidden is not None:
+            log += (memory.noise_proj[index].double() @ hidden).item() / math.sqrt(len(hidden))
+        log /= math.sqrt(1 + (log / math.log(1e4)) ** 2)
+    return 1 + memory.dose.item() * (math.exp(log) - 1)
 
 
-def bayesian_on_delta(memory, index, q, k, v, a, eta, reset):
+def bayesian_on_delta(memory, index, q, k, v, a, eta, reset, hidden):
     d, rho = memory.dose.item(), memory.retention
     restoring = memory.noise == "restoring"
-    noise = dosed(memory, "log_nu" if restoring else "log_l2", index)
-    p0 = noise if restoring else dosed(memory, "log_p0", index) if rho > 0 else 1.0
+    name = "log_nu" if restoring else "log_l2"
+    p0 = dosed(memory, name, index) if restoring else dosed(memory, "log_p0", index) if rho > 0 else 1.0
     identity = torch.eye(k.shape[-1], dtype=torch.float64)
     mean, covariance, bound, reads = torch.zeros(k.shape[-1], v.shape[-1], dtype=torch.float64), p0 * identity, p0, []
     for t in range(len(k)):
         if reset[t]:
             mean, covariance, bound = 0 * mean, p0 * identity, p0
         c = d * rho * a[t] ** 2
+        noise = dosed(memory, name, index, hidden[t])
         n = noise * (1 - c) if restoring else noise
         bound = c * bound + n
+        enters = c * p0 + n if reset[t] else n  # a reset brings the prior back, and needs no floor
         predicted = c * covariance + n * identity
         norm = (k[t] @ k[t]).item()
-        r2 = max(1 / eta[t].item() - norm, 0.0, 1e-4 * (max(p0, noise) if restoring else bound.item()) - float(n))
+        r2 = max(1 / eta[t].item() - norm, 0.0, 1e-4 * float(bound) - float(enters))
         omega = max(1.0, eta[t].item() * norm) if memory.geometry.negative_eigenvalues else 1.0
         gain = omega * predicted @ k[t] / (r2 + k[t] @ predicted @ k[t])
         mean = a[t] * mean + torch.outer(gain, v[t] - a[t] * mean.T @ k[t])
@@ -61,9 +69,10 @@ def bayesian_on_delta(memory, index, q, k, v, a, eta, reset):
     return torch.stack(reads)
 
 
-def bayesian_on_additive(memory, index, q, k, v, a, dt, reset):
+def bayesian_on_additive(memory, index, q, k, v, a, dt, reset, hidden):
     d, rho = memory.dose.item(), memory.retention
     restoring = memory.noise == "restoring"
+    name = "log_nu" if restoring else "log_l2"  # an additive host has neither parameter, and only the token's part
     lam = d * math.exp(memory.log_lambda[index].item())
     p0 = 1.0 if restoring else dosed(memory, "log_p0", index)
     identity = torch.eye(k.shape[-1], dtype=torch.float64)
@@ -72,7 +81,8 @@ def bayesian_on_additive(memory, index, q, k, v, a, dt, reset):
         if reset[t]:
             mean, covariance, s = 0 * mean, p0 * identity, p0
         c = d * rho * a[t] ** 2
-        n = 1 - c if restoring else 1.0
+        noise = dosed(memory, name, index, hidden[t])
+        n = noise * (1 - c) if restoring else noise
         s = c * s + n
         predicted = c * covariance + n * identity
         u = predicted @ k[t]
@@ -92,6 +102,11 @@ def bayesian_on_additive(memory, index, q, k, v, a, dt, reset):
         ("delta", {}, {"noise": "constant", "noise_groups": 2}),
         ("delta", {"negative_eigenvalues": True}, {"retention": 0.8}),
         ("delta", {"negative_eigenvalues": True}, {"noise": "constant"}),
+        ("delta", {}, {"noise_from": "token", "noise_groups": 2}),
+        ("delta", {}, {"noise_from": "token", "noise": "constant"}),
+        ("delta", {"negative_eigenvalues": True}, {"noise_from": "token"}),
+        ("additive", {}, {"noise_from": "token"}),
+        ("additive", {}, {"noise_from": "token", "noise": "constant"}),
         ("additive", {}, {"noise_groups": 3}),
         ("additive", {}, {"noise": "constant", "retention": 0.9}),
     ),
@@ -144,7 +159,7 @@ def test_palimpsa(geometry, inputs, moved, style):
     given = inputs(memory.geometry, 25)
     o, state = memory(given)
     gate = torch.sigmoid(given.hidden @ memory.b_rank_proj.weight.T @ memory.b_proj.weight.T).view_as(given.v)
-    for b, h, (q, k, v, a, write, _) in head_streams(memory, given):
+    for b, h, (q, k, v, a, write, *_) in head_streams(memory, given):
         scale = 0.6 * math.log1p(math.exp(memory.b_scale[h].item()))
         prior = math.exp(0.6 * memory.Ip_log[h].item())
         importance = torch.full((6, 8), prior, dtype=torch.float64)

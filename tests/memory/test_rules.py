@@ -23,6 +23,11 @@ CASES = {
     "bayesian-delta-groups": ("bayesian", "delta", {"noise_groups": 3}, {}),
     "bayesian-delta-negative": ("bayesian", "delta", {}, {"negative_eigenvalues": True}),
     "bayesian-delta-negative-constant": ("bayesian", "delta", {"noise": "constant"}, {"negative_eigenvalues": True}),
+    "bayesian-additive-token": ("bayesian", "additive", {"noise_from": "token", "noise_groups": 2}, {}),
+    "bayesian-additive-token-constant": ("bayesian", "additive", {"noise_from": "token", "noise": "constant"}, {}),
+    "bayesian-delta-token": ("bayesian", "delta", {"noise_from": "token"}, {}),
+    "bayesian-delta-token-constant": ("bayesian", "delta", {"noise_from": "token", "noise": "constant"}, {}),
+    "bayesian-delta-token-negative": ("bayesian", "delta", {"noise_from": "token"}, {"negative_eigenvalues": True}),
     "bayesian-delta-forgetful": ("bayesian", "delta", {"noise": "constant", "retention": 0.0}, {}),
 }
 
@@ -36,6 +41,11 @@ def memory(request, geometry):
 def part(inputs: MemoryInputs, span: slice) -> MemoryInputs:
     given = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
     return MemoryInputs(**{name: x[:, span] if isinstance(x, torch.Tensor) else x for name, x in given.items()})
+
+
+def reads_hidden(memory) -> bool:
+    """Whether the rule projects a gate of its own from the mixer's input."""
+    return memory.rule == "palimpsa" or getattr(memory, "noise_from", "head") == "token"
 
 
 def close(a, b, tolerance=1e-11):
@@ -82,7 +92,7 @@ def test_fast_form_equals_the_sequential_one_with_gradients(memory, inputs, move
         results.append({"o": o * real, "state": state, **dict(zip(leaves, gradients, strict=True))})
     for name, expected in results[0].items():
         if expected is None:
-            assert name == "hidden" and memory.rule != "palimpsa" and results[1][name] is None
+            assert name == "hidden" and not reads_hidden(memory) and results[1][name] is None
             continue
         got = results[1][name]
         tolerance = 1e-10 if got.dtype == torch.float64 else 1e-5  # parameters and their gradients are float32
@@ -212,6 +222,9 @@ def test_starts(memory):
     assert memory.dose.item() == 1
     if memory.rule == "bayesian":
         for name, parameter in memory.named_parameters():
+            if name == "noise_proj":
+                assert (parameter == 0).all()
+                continue
             assert torch.allclose(parameter.exp(), torch.tensor(1 / 8 if name == "log_lambda" else 1.0))
     if memory.rule == "palimpsa":
         assert memory.b_scale.min() >= 0.1 and memory.b_scale.max() <= 1.0 and (memory.Ip_log == 0).all()
@@ -224,6 +237,7 @@ def test_starts(memory):
         ("bayes", {}, "bayesian"),
         ("bayesian", {"nose": "restoring"}, "noise"),
         ("bayesian", {"noise": "white"}, "restoring"),
+        ("bayesian", {"noise_from": "layer"}, "head nor token"),
         ("bayesian", {"retention": 1.5}, "from 0 to 1"),
         ("bayesian", {"retention": float("nan")}, "from 0 to 1"),
         ("bayesian", {"retention": True}, "from 0 to 1"),
