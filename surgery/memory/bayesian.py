@@ -247,12 +247,9 @@ class Bayesian(MemoryRule):
         rho = self.dose.to(dtype) * self.retention
         decay = g.exp()
         c_sqrt = rho.sqrt() * decay
-        noise = self._over_decays(level)
+        noise = self._over_decays(level).expand_as(g)
         if self.noise == "restoring":
-            # 1 - c, with its digits where a is near 1
-            noise = noise * ((1 - rho) - rho * torch.expm1(2 * g))
-        else:
-            noise = noise.expand_as(g)
+            noise = noise * ((1 - rho) - rho * torch.expm1(2 * g))  # 1 - c, with its digits where a is near 1
         return decay, c_sqrt, noise
 
     def _lower(self, inputs: MemoryInputs, unobserved: Tensor | None, dtype: torch.dtype) -> tuple[_Scalars, Tensor]:

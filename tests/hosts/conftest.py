@@ -109,15 +109,19 @@ def model(base):
 @pytest.fixture
 def swapped_in():
     """The ``surgery`` section of a configuration whose layers 0 and 2 hold ``rule``."""
-    return lambda rule: {"schema": 1, "rule": rule, "layers": [0, 2], "options": {}, "base": "tiny"}
+    return lambda rule, **options: {"schema": 1, "rule": rule, "layers": [0, 2], "options": options, "base": "tiny"}
 
 
-@pytest.fixture(params=sorted(RULES))
+CASES = {**{rule: (rule, {}) for rule in sorted(RULES)}, "bayesian-token": ("bayesian", {"noise_from": "token"})}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
 def upgraded(request, base, swapped_in):
     """A model with two swapped layers at dose 1, started from a base checkpoint."""
+    rule, options = request.param
     config = hosts.read_config(base)
     adapter = hosts.adapter_for(config)
-    made = adapter.build(adapter.surgery_config(config, swapped_in(request.param))).eval()
+    made = adapter.build(adapter.surgery_config(config, swapped_in(rule, **options))).eval()
     made.load_state_dict(hosts.load_model(base).state_dict(), strict=False)
     for layer in (0, 2):
         adapter.mixers(made)[layer].memory.reset_parameters("paper")
