@@ -75,6 +75,11 @@ class MemoryInputs:
     reset: Tensor | None = None
     in_place: bool = False
 
+    def span(self, tokens: slice) -> MemoryInputs:
+        """Return the inputs of some of the tokens."""
+        cut = {name: x[:, tokens] for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **cut)
+
     def masked(self) -> MemoryInputs:
         """The same inputs with padding turned into the identity on an additive or delta state."""
         if self.mask is None:
@@ -133,6 +138,11 @@ class MemoryRule(nn.Module):
 
     def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
         """Figures a packed state shows, each [H] float32; none for a rule that carries the host's state alone."""
+        return {}
+
+    def write_diagnostics(self, inputs: MemoryInputs, state: Tensor | None) -> dict[str, Tensor]:
+        """Figures of the write of a call's first token into the state before it, each [H] float32, mean over the batch;
+        none for a rule whose writes do not depend on its state."""
         return {}
 
     def _apply(self, fn, recurse: bool = True):

@@ -182,15 +182,7 @@ class Bayesian(MemoryRule):
         masked = inputs.masked()
         q, k, v = masked.q, masked.k, masked.v
         dtype = torch.promote_types(v.dtype, torch.float32)
-        unobserved = None
-        if self._carries_bound:
-            if state is None:
-                unobserved = self._prior(dtype).expand(v.shape[0], -1)
-                if self.geometry.channel_decay:
-                    unobserved = unobserved[..., None].expand(-1, -1, k.shape[-1])
-            else:
-                state, column = state[..., :-1], state[..., -1].to(dtype)
-                unobserved = column if self.geometry.channel_decay else column[..., 0]
+        state, unobserved = self._unpack(state, v.shape[0], dtype)
         scalars, unobserved = self._lower(masked, unobserved, dtype)
         if self.geometry.style == "additive":
             v = v * masked.write[..., None]
@@ -227,6 +219,46 @@ class Bayesian(MemoryRule):
         smallest = values[..., 0].clamp(min=torch.finfo(dtype).tiny)
         condition = (values[..., -1] / smallest).unflatten(1, (-1, self.noise_groups))
         return {"covariance_condition": condition.mean((0, 2)).float()}
+
+    def write_diagnostics(self, inputs: MemoryInputs, state: Tensor | None) -> dict[str, Tensor]:
+        """``gain``: the share of a read's error that the write removes at its own key, p h k.u; from 0 to the larger of 1
+        and eta |k|^2, mean over the batch and a head's groups. ``host_gain``: the same at dose 0, eta |k|^2 on a delta
+        host and 0 on an additive one, which erases nothing. Where the gain is far below the host's, the layer hardly
+        learns any more."""
+        masked = inputs.span(slice(0, 1)).masked()
+        dtype = torch.promote_types(masked.v.dtype, torch.float32)
+        before, unobserved = self._unpack(state, masked.v.shape[0], dtype)
+        scalars, _ = self._lower(masked, unobserved, dtype)
+        k = masked.k[:, 0].to(dtype)
+        k = self._spread(k.repeat_interleave(self.geometry.num_heads // k.shape[1], dim=1), 1)  # [B, L, K]
+        if before is None:
+            predicted = self._prior(dtype)[:, None, None] * torch.eye(k.shape[-1], dtype=dtype, device=k.device)
+        else:
+            predicted = before[..., self._value_dim :].to(dtype)
+        c_sqrt, noise = (x[:, 0] if self.geometry.channel_decay else x[:, 0, :, None] for x in scalars[1:3])
+        u = c_sqrt * (predicted * (c_sqrt * k)[..., None, :]).sum(-1) + noise * k
+        overlap = (u * k).sum(-1)
+        h = 1 / (scalars.observation_noise[:, 0] + scalars.precision * overlap)
+        host = torch.zeros_like(overlap)
+        if self.geometry.style == "delta":
+            host = self._spread(masked.write[:, 0].to(dtype)) * k.square().sum(-1)
+        return {
+            name: value.unflatten(1, (-1, self.noise_groups)).mean((0, 2)).float()
+            for name, value in (("gain", scalars.erase[:, 0] * h * overlap), ("host_gain", host))
+        }
+
+    def _unpack(self, state: Tensor | None, batch: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Return the kernels' state, M beside P, and s before the first token, [B, L] or, decaying by channel,
+        [B, L, K]; s is None where the state does not carry it."""
+        if not self._carries_bound:
+            return state, None
+        if state is not None:
+            state, column = state[..., :-1], state[..., -1].to(dtype)
+            return state, column if self.geometry.channel_decay else column[..., 0]
+        unobserved = self._prior(dtype).expand(batch, -1)
+        if self.geometry.channel_decay:
+            unobserved = unobserved[..., None].expand(-1, -1, self.geometry.key_dim)
+        return None, unobserved
 
     def _noise(self, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return nu_t (restoring) or l2_t (constant): [L] from the head, [B, T, L] from the tokens' ``hidden``."""

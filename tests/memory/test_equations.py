@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -204,3 +205,30 @@ def test_bayesian_condition_of_the_predicted_covariance(geometry, noise):
 def test_the_host_has_no_diagnostics(geometry):
     memory = create("host", geometry("delta"))
     assert memory.diagnostics(torch.zeros(memory.state_shape(1))) == {}
+
+
+@pytest.mark.parametrize("noise_from", ("head", "token"))
+@pytest.mark.parametrize("noise", ("restoring", "constant"))
+@pytest.mark.parametrize("style", ("additive", "delta"))
+@pytest.mark.parametrize("dose", (0.0, 0.8))
+def test_bayesian_gain_is_what_a_write_takes_off_the_error_at_its_own_key(
+    geometry, inputs, moved, style, noise, noise_from, dose
+):
+    """A write of zero values turns the read at its key into 1 - gain of what the decayed memory gives there."""
+    memory = moved(create("bayesian", geometry(style), noise=noise, noise_from=noise_from, noise_groups=2), dose)
+    memory = memory.double()
+    given = inputs(memory.geometry, 40)
+    _, state = memory(given.span(slice(0, 39)))
+    last = given.span(slice(39, None))
+    last = replace(last, q=last.k, v=torch.zeros_like(last.v))
+    found = memory.write_diagnostics(last, state)
+    decayed = state[..., :3] * last.log_decay[:, 0].exp().repeat_interleave(2, 1)[..., None, None]
+    key = last.k[:, 0].repeat_interleave(4, 1)
+    before = (decayed * key[..., None]).sum(-2)
+    after = memory(last, state)[0][:, 0].unflatten(-1, (2, 3)).flatten(1, 2)
+    gain = 1 - (after / before).mean(-1).unflatten(1, (-1, 2)).mean((0, 2))
+    torch.testing.assert_close(found["gain"].double(), gain, rtol=1e-5, atol=1e-6)
+    host = (last.write[:, 0] * key[:, ::2].square().sum(-1)).mean(0) if style == "delta" else torch.zeros(4)
+    torch.testing.assert_close(found["host_gain"], host.float())
+    if dose == 0:
+        torch.testing.assert_close(found["gain"], found["host_gain"])

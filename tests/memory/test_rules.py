@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from surgery.errors import UsageError
-from surgery.memory import RULES, HostMemory, MemoryInputs, create
+from surgery.memory import RULES, HostMemory, create
 
 CASES = {
     "host-additive": ("host", "additive", {}, {}),
@@ -36,11 +36,6 @@ CASES = {
 def memory(request, geometry):
     rule, style, options, changes = CASES[request.param]
     return create(rule, geometry(style, **changes), **options)
-
-
-def part(inputs: MemoryInputs, span: slice) -> MemoryInputs:
-    given = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-    return MemoryInputs(**{name: x[:, span] if isinstance(x, torch.Tensor) else x for name, x in given.items()})
 
 
 def reads_hidden(memory) -> bool:
@@ -107,7 +102,7 @@ def test_state_shape_and_carrying_a_state_on(memory, inputs, moved):
     assert expected.shape == memory.state_shape(2)
     outputs, state = [], None
     for span in (slice(0, 25), *(slice(t, t + 1) for t in range(25, 36)), slice(36, None)):
-        o, state = memory(part(given, span), state)
+        o, state = memory(given.span(span), state)
         outputs.append(o)
     real = given.mask[..., None, None]
     close(torch.cat(outputs, 1) * real, whole * real)
@@ -119,10 +114,10 @@ def test_padding_leaves_the_state_as_it_was(memory, inputs, moved):
     memory = moved(memory, 0.7).double()
     given = inputs(memory.geometry, 30, padded=True)
     o, state = memory(given)
-    alone, state_alone = memory(part(given, slice(5, None)))
+    alone, state_alone = memory(given.span(slice(5, None)))
     close(o[0, 5:], alone[0])
     close(state[0], state_alone[0])
-    blank = part(given, slice(0, 7))
+    blank = given.span(slice(0, 7))
     blank = dataclasses.replace(blank, mask=torch.zeros(2, 7, dtype=torch.bool), v=1e4 * blank.v)
     _, after = memory(blank, state)
     assert torch.equal(after, state)
@@ -136,7 +131,7 @@ def test_packed_documents_equal_each_alone(memory, inputs, moved):
     _, before = memory(given)
     o, state = memory(dataclasses.replace(given, reset=reset), before)
     for span in (slice(0, 23), slice(23, 24), slice(24, None)):
-        alone, alone_state = memory(part(given, span))
+        alone, alone_state = memory(given.span(span))
         close(o[:, span], alone)
     close(state, alone_state)
 
