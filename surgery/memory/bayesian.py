@@ -221,10 +221,10 @@ class Bayesian(MemoryRule):
         return {"covariance_condition": condition.mean((0, 2)).float()}
 
     def write_diagnostics(self, inputs: MemoryInputs, state: Tensor | None) -> dict[str, Tensor]:
-        """``gain``: the share of a read's error that the write removes at its own key, p h k.u; from 0 to the larger of 1
-        and eta |k|^2, mean over the batch and a head's groups. ``host_gain``: the same at dose 0, eta |k|^2 on a delta
-        host and 0 on an additive one, which erases nothing. Where the gain is far below the host's, the layer hardly
-        learns any more."""
+        """``gain``: the share of a read's error that the write removes at its own key, p h k.u. It lies between 0 and
+        the larger of 1 and eta |k|^2; the figure is the mean over the batch and a head's groups. ``host_gain``: the
+        same at dose 0, eta |k|^2 on a delta host and 0 on an additive one, which erases nothing. Where the gain is far
+        below the host's, the layer hardly learns any more."""
         masked = inputs.span(slice(0, 1)).masked()
         dtype = torch.promote_types(masked.v.dtype, torch.float32)
         before, unobserved = self._unpack(state, masked.v.shape[0], dtype)
