@@ -80,11 +80,12 @@ def cross_entropy(hidden: Tensor, targets: Tensor, head: Head) -> Tensor:
     """
     flat, wanted = hidden.flatten(0, -2), targets.flatten()
     scored = wanted != IGNORED
-    if not bool(scored.all()):
+    # what is not scored is left out, except in a recorded CUDA graph, whose shapes are fixed: there it counts nothing
+    if not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()) and not bool(scored.all()):
         flat, wanted = flat[scored], wanted[scored]
 
     def loss(part: Tensor, start: int, stop: int) -> Tensor:
-        return F.cross_entropy(head(part), wanted[start:stop], reduction="sum")
+        return F.cross_entropy(head(part), wanted[start:stop], reduction="sum", ignore_index=IGNORED)
 
     return _chunked(loss, flat, head)
 

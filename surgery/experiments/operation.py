@@ -17,9 +17,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -29,10 +29,15 @@ import torch
 import yaml
 from torch import Tensor
 
+from surgery.adaptation import teaching
+from surgery.adaptation.distiller import Distiller
+from surgery.adaptation.parameters import optimizer, select
+from surgery.adaptation.schedules import DoseSchedule, learning_rate_factor
 from surgery.checkpoint.staging import write_atomic
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.intervals import mean_interval
 from surgery.experiments.associative_recall import AssociativeRecall
+from surgery.experiments.device_loop import DeviceLoop, autocast
 
 HOSTS = ("gdn", "mamba2")
 REACHED, STILL = 0.7, 0.01  # a host counts from this accuracy on, and below this gain in its last quarter
@@ -40,6 +45,8 @@ TESTED = 2048  # sequences of the test, and half as many of the validation
 BEYOND = 1.5  # pairs of the harder test, times the trained ones
 LONGER = 2  # steps of the longer adaptation, times the others
 WARMUP = 0.05
+# shares of the pairs, and until which share of the host's steps each is trained
+CURRICULUM = ((1 / 8, 0.1), (1 / 4, 0.2), (1 / 2, 0.35), (1, 1))
 # seeds of the random streams, apart from each other and from every host's
 VALIDATION, TEST, HARDER = 10_001, 10_002, 10_003
 
@@ -196,7 +203,7 @@ def run(
     """Run what ``folder`` does not hold yet, and summarise.
 
     Args:
-        jobs: worker processes; 1 runs in this one.
+        jobs: how many run at once.
         progress: called with jobs done, all jobs, and the last one's line.
 
     Raises:
@@ -206,7 +213,6 @@ def run(
     _claim(study, folder)
     waves = [_hosts(study), _first(study)]
     done, total = 0, len(waves[0]) + len(waves[1]) + _count_longer(study)
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) if jobs > 1 else None
 
     def finished(job: Job, result: Mapping[str, Any]) -> None:
         nonlocal done
@@ -214,31 +220,52 @@ def run(
         if progress is not None:
             progress(done, total, f"{job.name}: {result['test']:.4f}")
 
-    try:
-        for make in (lambda: waves[0], lambda: waves[1], lambda: _longer(study, folder)):
-            for job, result in _execute(study, make(), folder, device, pool):
-                finished(job, result)
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+    for make in (lambda: waves[0], lambda: waves[1], lambda: _longer(study, folder)):
+        for job, result in _execute(study, make(), folder, device, jobs):
+            finished(job, result)
     return summarise(study, folder)
 
 
 def _execute(
-    study: Study, jobs: Sequence[Job], folder: Path, device: str, pool: ProcessPoolExecutor | None
+    study: Study, jobs: Sequence[Job], folder: Path, device: str, workers: int
 ) -> Iterator[tuple[Job, Mapping[str, Any]]]:
-    waiting: dict[Future, Job] = {}
+    """Run the jobs that have no result yet, ``workers`` at a time: in processes on a CPU, as streams on a GPU."""
+    pending = []
     for job in jobs:
         known = read(folder, job)
-        if known is not None:
-            yield job, known
-        elif pool is None:
-            yield job, run_job(study, job, str(folder), device)
+        if known is None:
+            pending.append(job)
         else:
-            waiting[pool.submit(run_job, study, job, str(folder), device)] = job
-    while waiting:
-        for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-            yield waiting.pop(future), future.result()
+            yield job, known
+    if device.startswith("cuda"):
+        yield from _interleaved(study, pending, folder, device, workers)
+    elif workers == 1:
+        yield from ((job, run_job(study, job, str(folder), device)) for job in pending)
+    elif pending:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            waiting = {pool.submit(run_job, study, job, str(folder), device): job for job in pending}
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+
+
+def _interleaved(
+    study: Study, jobs: Sequence[Job], folder: Path, device: str, workers: int
+) -> Iterator[tuple[Job, Mapping[str, Any]]]:
+    """Trainings on streams of one process: small kernels of several then run at once, which processes would not."""
+    waiting = list(reversed(jobs))
+    running: list[tuple[Job, Any, torch.cuda.Stream]] = []
+    while waiting or running:
+        while waiting and len(running) < workers:
+            job = waiting.pop()
+            running.append((job, _work(study, job, folder, device), torch.cuda.Stream(device)))
+        for one in list(running):
+            job, work, stream = one
+            try:
+                with torch.cuda.stream(stream):
+                    next(work)
+            except StopIteration as end:
+                running.remove(one)
+                yield job, end.value
 
 
 def _claim(study: Study, folder: Path) -> None:
@@ -288,28 +315,30 @@ def read(folder: Path, job: Job) -> dict[str, Any] | None:
 
 
 def run_job(study: Study, job: Job, folder: str, device: str) -> dict[str, Any]:
-    """Run one job and write its result, complete or not at all.
-
-    Raises:
-        JobError: a loss that is not finite; names the job and the step.
-    """
-    place = Path(folder)
-    if device.startswith("cuda"):
-        torch.cuda.init()
+    """Run one job and write its result, complete or not at all."""
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    work = _work(study, job, Path(folder), device)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+def _work(study: Study, job: Job, place: Path, device: str) -> Generator[None, None, dict[str, Any]]:
     start = time.monotonic()
     if job.arm is None:
         model = _new_host(study, job.seed, device)
-        figures = _train(study, job, model, Arm("host", rate=study.host_rate), study.steps, device, quarters=True)
+        arm = Arm("host", rate=study.host_rate)
+        figures = yield from _train(study, job, model, arm, study.steps, device, curriculum=True)
         weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
         partial = place / f"{job.name}.{os.getpid()}.partial"
         torch.save(weights, partial)
         partial.replace(place / f"{job.name}.pt")
     else:
         model = _operated(study, job, place, device)
-        figures = _train(study, job, model, job.arm, job.steps, device)
-    seconds = time.monotonic() - start
-    result = {"job": job.name, **figures, "seconds": seconds, "torch": torch.__version__, "device": device}
+        figures = yield from _train(study, job, model, job.arm, job.steps, device)
+    result = {"job": job.name, **figures, "seconds": time.monotonic() - start, "torch": torch.__version__}
     if job.arm is not None:
         result["arm"] = asdict(job.arm)
     write_atomic(place / f"{job.name}.json", json.dumps(result, indent=1) + "\n")
@@ -356,71 +385,68 @@ def _operated(study: Study, job: Job, place: Path, device: str) -> Any:
 
 
 def _train(
-    study: Study, job: Job, model: Any, arm: Arm, steps: int, device: str, *, quarters: bool = False
-) -> dict[str, Any]:
-    """Train with the next-token phase's loss, optimiser, schedule and dose, and measure."""
-    from surgery.adaptation import teaching
-    from surgery.adaptation.distiller import Distiller
-    from surgery.adaptation.parameters import MAX_GRAD_NORM, optimizer, select
-    from surgery.adaptation.schedules import DoseSchedule, learning_rate_factor
-    from surgery.hosts import adapter_for
+    study: Study, job: Job, model: Any, arm: Arm, steps: int, device: str, *, curriculum: bool = False
+) -> Generator[None, None, dict[str, Any]]:
+    """Train with the next-token phase's loss, optimiser, schedule and dose, and measure. Yields whenever another
+    training may queue its work.
 
-    task = study.recall()
-    config = model.config.to_dict()
-    layers = list(range(config["num_hidden_layers"]))
-    body = teaching.body_of(model, config, layers)
-    memories = [mixer.memory for mixer in adapter_for(config).mixers(model).values()]
+    Args:
+        curriculum: begin with fewer pairs; a host then learns to recall in a tenth of the steps.
+    """
+    body, memories = _body(model)
     dose = DoseSchedule(float(memories[0].dose), 1.0, max(1, round(arm.over * steps)))
-    distiller = Distiller(body, "next-token")
     selection = select(model, body.mixers, "all", phase=job.name)
     adam = optimizer(selection, arm.memory_rate or arm.rate, arm.rate)
     warmup = max(1, round(WARMUP * steps))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        adam, lambda step: learning_rate_factor(step, steps, warmup, "cosine")
+    factors = [learning_rate_factor(step, steps, warmup, "cosine") for step in range(steps)]
+    loop = DeviceLoop(
+        Distiller(body, "next-token"), adam, list(selection.trained.values()), device,
+        factors=factors, doses=[dose.at(step) for step in range(steps)], targets=[memory.dose for memory in memories],
     )
     # the same sequences for the control and for every arm of a seed
     generator = torch.Generator(device).manual_seed(2 * job.seed + (job.arm is not None))
-    parameters = list(selection.trained.values())
+    task = study.recall()
     validation = _sequences(task, VALIDATION, TESTED // 2, device)
-    count = torch.tensor(study.batch * task.pairs, device=device)
-    failed = torch.full((), -1, device=device)
-    losses, marks = [], {}
+    three_quarters = None
     start = time.monotonic()
-    for step in range(steps):
-        if quarters and step in (3 * steps // 4,):
-            marks["three_quarters"] = _accuracy(body, validation, device)
-        model.train()
-        for memory in memories:
-            memory.dose.fill_(dose.at(step))
-        ids, targets = task.draw(study.batch, generator)
-        with _autocast(device):
-            loss = distiller(ids, targets, count=count)["loss"]
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
-        # asking the device every step would stall it: a bad step is noted and found at the next look
-        failed = torch.where((failed < 0) & ~(torch.isfinite(norm) & torch.isfinite(loss.detach())), step, failed)
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        scheduler.step()
-        if (step + 1) % 100 == 0 or step + 1 == steps:
-            losses.append(loss.item())
-            if int(failed) >= 0:
-                return {"test": math.nan, "validation": -1.0, "harder": math.nan, "not_finite": int(failed)}
+    model.train()
+    for stage, until in _stages(task, steps) if curriculum else [(task, steps)]:
+        for stop in sorted({min(until, 3 * steps // 4), until}):
+            yield from loop.run(stage, study.batch, generator, stop)
+            if loop.failed is not None:
+                return {"test": math.nan, "validation": -1.0, "harder": math.nan, "not_finite": loop.failed}
+            if stop == 3 * steps // 4 and three_quarters is None:
+                three_quarters = _accuracy(body, validation, device)
+                model.train()
     seconds = time.monotonic() - start
+    loop.release()
     test = _sequences(task, TEST, TESTED, device)
     harder = _sequences(study.harder(), HARDER, TESTED, device)
     return {
         "validation": _accuracy(body, validation, device),
         "test": _accuracy(body, test, device),
         "harder": _accuracy(body, harder, device),
-        **marks,
+        "three_quarters": three_quarters,
         "steps_per_second": steps / seconds,
-        "losses": losses,
+        "losses": loop.losses,
     }
 
 
-def _autocast(device: str) -> torch.autocast:
-    return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=device.startswith("cuda"))
+def _body(model: Any) -> tuple[Any, list[Any]]:
+    from surgery.hosts import adapter_for
+
+    config = model.config.to_dict()
+    body = teaching.body_of(model, config, list(range(config["num_hidden_layers"])))
+    return body, [mixer.memory for mixer in adapter_for(config).mixers(model).values()]
+
+
+def _stages(task: AssociativeRecall, steps: int) -> list[tuple[AssociativeRecall, int]]:
+    """The curriculum: the tasks, and the step before which each ends."""
+    stages = []
+    for share, until in CURRICULUM:
+        pairs = max(2, round(share * task.pairs))
+        stages.append((replace(task, pairs=pairs, length=None) if share < 1 else task, round(until * steps)))
+    return stages
 
 
 def _sequences(task: AssociativeRecall, seed: int, count: int, device: str) -> tuple[Tensor, Tensor]:
@@ -433,7 +459,7 @@ def _accuracy(body: Any, sequences: tuple[Tensor, Tensor], device: str) -> float
     body.model.eval()
     right = total = 0
     for ids, targets in zip(*(x.split(256) for x in sequences), strict=True):
-        with _autocast(device):
+        with autocast(device):
             hidden = body.run(ids)
             logits = body.model.get_output_embeddings()(hidden[targets >= 0])
         right += (logits.argmax(-1) == targets[targets >= 0]).sum().item()
