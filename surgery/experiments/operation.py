@@ -45,6 +45,7 @@ TESTED = 2048  # sequences of the test, and half as many of the validation
 BEYOND = 1.5  # pairs of the harder test, times the trained ones
 LONGER = 2  # steps of the longer adaptation, times the others
 WARMUP = 0.05
+EMBEDDING = 0.5  # deviation of the host's embeddings at the start
 # shares of the pairs, and until which share of the host's steps each is trained
 CURRICULUM = ((1 / 8, 0.1), (1 / 4, 0.2), (1 / 2, 0.35), (1, 1))
 # seeds of the random streams, apart from each other and from every host's
@@ -120,10 +121,10 @@ class Study:
     pairs: int = 48
     vocabulary: int = 1024
     length: int | None = None
-    steps: int = 6000
+    steps: int = 10000
     adapt: int = 1500
     batch: int = 64
-    host_rate: float = 2e-3
+    host_rate: float = 1e-3
     control_rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     arms: tuple[Arm, ...] = ()
@@ -353,6 +354,8 @@ def _new_host(study: Study, seed: int, device: str) -> Any:
     torch.manual_seed(seed)
     model = adapter_for(config).build(config).float()
     initialise(model, HORIZONS, seed)
+    with torch.no_grad():  # a token must be seen through what the first layer adds: 0.02 learns far more slowly
+        model.get_input_embeddings().weight.mul_(EMBEDDING / 0.02)
     return model.to(device)
 
 
