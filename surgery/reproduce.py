@@ -1,4 +1,4 @@
-"""The talk's controlled collision: strengthen key B, write key A beside it many times, read with B.
+"""The paper's controlled collision: strengthen key B, write key A beside it many times, read with B.
 
 Six unit keys, A and B at an overlap and four orthonormal to both, hold six one-hot values. They are written twice in
 the order A, B, then the others; then B is written ``boost`` times and A ``flood`` times. The figure is the pairwise
@@ -26,13 +26,13 @@ from surgery.kernels import dispatch
 KEYS = 6
 INITIAL_COVARIANCE = 3.0
 RULES = ("bayesian", "reset")
-# as printed in the talk: the limit of many writes of B, then of A from the state they leave
+# as the paper prints them: the limit of many writes of B; the limits of many writes of A from the state after 40 of B
 PRINTED = {"boost": 0.73106, "bayesian_flood": 0.72309, "reset_flood": 0.35138}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The defaults are the talk's. ``noise`` is both r^2 and l^2; ``boost`` and ``flood`` count writes."""
+    """The settings of one collision; the defaults are the paper's. ``noise`` is both r^2 and l^2; ``boost`` and ``flood`` count writes."""
 
     overlap: float = 0.92
     boost: int = 40
@@ -64,12 +64,12 @@ class Collision:
 
     @property
     def printed(self) -> dict[str, float] | None:
-        """The talk's figures, where the settings are the talk's."""
+        """The paper's figures, where the settings are the paper's; None otherwise."""
         return PRINTED if self.settings == Settings() else None
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            **self.measured, "expected": self.expected, "talk": self.printed, "settings": asdict(self.settings),
+            **self.measured, "expected": self.expected, "paper": self.printed, "settings": asdict(self.settings),
             "curves": self.curves,
         }
 

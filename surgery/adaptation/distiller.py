@@ -22,9 +22,9 @@ class Distiller(nn.Module):
 
         hidden      each swapped mixer on its teacher's input: the relative L2 norm of the difference of outputs, mean
                     over tokens, summed over layers
-        logits      KL from teacher to student, mean over tokens, plus ``boundary_weight`` times the sum over swapped
-                    layers of the mean squared difference of the residual stream after the block, divided by the mean
-                    square of the teacher's
+        logits      T^2 KL from teacher to student at temperature T, mean over tokens, plus ``boundary_weight`` times
+                    the sum over swapped layers of the mean squared difference of the residual stream after the block,
+                    divided by the mean square of the teacher's
         next-token  cross-entropy, mean over scored tokens
         instruct    the same; the data set scores answers only
 

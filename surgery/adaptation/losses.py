@@ -99,9 +99,11 @@ def kl_divergence(
     temperature: float = 1.0,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the forward divergence KL(teacher || student) in nats, both softmaxes at ``temperature``.
+    """Sum of T^2 KL(teacher || student) in nats, the forward divergence with both softmaxes at ``temperature`` T.
 
-    Neither model's logits ever stand for all tokens at once.
+    The divergence's gradient with respect to the logits shrinks as 1 / T^2; the factor keeps its size, so that a
+    learning rate and the weight of other terms suit every temperature (Hinton, Vinyals and Dean 2015, section 2). At
+    T = 1 it is the divergence itself. Neither model's logits ever stand for all tokens at once.
 
     Args:
         student, teacher: [..., D], what the heads read; the teacher gets no gradient.
@@ -120,7 +122,8 @@ def kl_divergence(
         prediction = F.log_softmax(head(part) / temperature, dim=-1)
         return F.kl_div(prediction, target, reduction="sum", log_target=True)
 
-    return _chunked(loss, own, head)
+    divergence = _chunked(loss, own, head)
+    return divergence if temperature == 1.0 else temperature**2 * divergence
 
 
 def _masked_sum(token: Tensor, valid: Tensor | None) -> Tensor:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 MODEL_HELP = "bundled:NAME, a checkpoint directory, a run directory (its latest model), or a hub id."
 TEXT_HELP = "bundled (Python's documentation), a text file or directory, or hub:NAME."
 DEFAULT_TOP = 4
-DIAGNOSTICS = {"importance_spread": "I max/min", "covariance_condition": "cond P"}  # short names for the table
+DIAGNOSTICS = {"importance_spread": "spread", "covariance_condition": "cond P"}  # short names for the table
+EXPLAINED = {
+    "importance_spread": "r = (I max - I min) / I min",
+    "covariance_condition": "condition number of the predicted covariance",
+}
 
 
 def inspect(
@@ -201,7 +205,7 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
     out.print(table)
     out.print(f"● the {len(chosen)} of highest {metric}: {', '.join(map(str, result['chosen']))}", highlight=False)
     notes = ["heads: least and most of a head's mean"] * (not probed)
-    notes += [f"{DIAGNOSTICS.get(n, n)}: median of heads" for n in extra]
+    notes += [f"{DIAGNOSTICS.get(n, n)}: {EXPLAINED.get(n, n)}, median of heads" for n in extra]
     if notes:
         out.print("; ".join(notes), style="dim", highlight=False)
     if found.probe:

@@ -1,4 +1,4 @@
-"""``surgery reproduce``: the papers' controlled experiments, measured beside what is expected."""
+"""``surgery reproduce`` repeats the paper's controlled experiment and prints measured beside expected."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def collision(
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("p(B against A)", "rule", "measured", "expected", "talk", "expected from"):
-        table.add_column(title, justify="right" if title in ("measured", "expected", "talk") else "left")
+    for title in ("p(B against A)", "rule", "measured", "expected", "paper", "expected from"):
+        table.add_column(title, justify="right" if title in ("measured", "expected", "paper") else "left")
     rows = {
         "boost": (f"{boost} writes of B", "Bayesian", "scalar Riccati map"),
         "bayesian_flood": (f"then {flood} of A", "Bayesian", "scalar Riccati map"),
@@ -45,14 +45,18 @@ def collision(
     }
     printed = result.printed or {}
     for name, (writes, rule, source) in rows.items():
-        talk = f"{printed[name]:.5f}" if printed else "-"
-        table.add_row(writes, rule, f"{result.measured[name]:.5f}", f"{result.expected[name]:.5f}", talk, source)
+        paper = f"{printed[name]:.5f}" if printed else "-"
+        table.add_row(writes, rule, f"{result.measured[name]:.5f}", f"{result.expected[name]:.5f}", paper, source)
     out.print(table)
     notes = ["Read with key B. Expected: from scalars and the memory before those writes; many of B give sigmoid(1)."]
     if printed:
-        notes.append("Talk: as printed there, the limits of many writes.")
+        shown = f"{printed['bayesian_flood']:.5f} and {printed['reset_flood']:.5f}"
+        notes.append(
+            f"Paper: {printed['boost']:.5f} is the limit of many writes of B; {shown} are the limits of many writes of A "
+            f"that start from the state after {boost} writes of B."
+        )
     else:
-        notes.append("The talk prints no figures for these settings.")
+        notes.append("The paper prints no figures for these settings.")
     out.print("\n".join(f"[dim]{note}[/dim]" for note in notes), highlight=False)
 
 
@@ -61,7 +65,7 @@ def register(app: typer.Typer) -> None:
 
     @group.callback()
     def reproduce() -> None:
-        """Repeat the papers' controlled experiments: measured beside expected.
+        """Repeat the paper's controlled experiment: measured beside expected.
 
         [dim]Example[/dim]
         surgery reproduce collision --plot collision.png

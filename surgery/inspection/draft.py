@@ -17,11 +17,11 @@ DEFAULT_MEMORY = {"additive": "palimpsa", "delta": "bayesian"}  # by the style o
 
 _OPTIONS = {
     "palimpsa": """\
-  b_scale: [0.1, 1.0]           # the raw importance scale is drawn from U(0.1, 1.0)
+  b_scale: [0.1, 1.0]           # the paper's range of the raw importance scale, drawn uniformly
   learn_prior: false            # the prior precision stays at 1
 """,
     "bayesian": """\
-  noise: restoring              # restoring: forgetting returns the covariance to its prior | constant: the paper's
+  noise: restoring              # restoring: forgetting returns the covariance to its prior | constant: the paper adds l^2
   retention: 1.0                # rho: the covariance decays with rho a_t^2
   noise_groups: 1               # split each head's values into groups with a covariance each
 """,
@@ -65,7 +65,7 @@ layers: {layers}{" " * max(1, 24 - len(str(layers)))}# as a rule that measures a
 
 memory:
   rule: {memory}
-  start: exact                  # exact: dose 0 | paper: dose 1, the authors' start
+  start: exact                  # exact: dose 0, the host's function | paper: dose 1, the full rule
 {_OPTIONS[memory]}
 {drift}seed: 0
 data: {_data(data)}{own}

@@ -124,7 +124,12 @@ class MemoryRule(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self, start: Literal["exact", "paper"] = "exact") -> None:
-        """Set the added parameters and the dose to their initial values (draws from torch's global generator)."""
+        """Set the added parameters and the dose to their initial values (draws from torch's global generator).
+
+        Args:
+            start: ``exact`` is dose 0; ``paper`` is dose 1, the full rule. The parameters' starts are each rule's own,
+                and its docstring says which of them a paper gives.
+        """
         raise NotImplementedError
 
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -55,13 +55,14 @@ class Bayesian(MemoryRule):
 
     Both read o_t = M_t^T q_t, and at dose 0 both are the host's rule: there c = 0, n = 1, lambda = 0.
     Source: "Memory by Design: Probabilistic Sequence Layers", Proposition 1 (rho = 1, constant noise, c_t = a_t^2). The
-    retention, the restoring noise and the additive form are this project's.
+    retention, the restoring noise and the additive form are this project's, and so is every start: the paper gives
+    none but those of its collision experiment (p0 = 3, r2 = l2 = 0.05).
 
     Where the host decays each key channel on its own, a_t and c_t are diagonal matrices: Pbar_t = d rho a_t P a_t +
     diag(n_t), and restoring noise is nu (I - d rho a_t^2); the paper's diag(a) P diag(a) at rho = 1.
 
     Noise. ``restoring``: n_t = nu (1 - c_t) and p0 = nu, so that forgetting returns P to its prior and P <= nu I.
-    ``constant``, the paper's: n_t = l2 and a p0 of its own.
+    ``constant``: n_t = l2, added as the paper adds its l_t^2, and a p0 of its own.
 
     The paper's l_t^2 depends on the token. ``noise_from: token`` learns a map to it from the mixer's input h_t:
 

@@ -26,7 +26,8 @@ class Palimpsa(MemoryRule):
         M_t = a_t M_{t-1} + (w_t v_t) k_t^T    E_t = a_t E_{t-1} + b_t (k_t^2)^T    o_t = (M_t / (I0^d + E_t)) q_t
         b_t = d sigmoid(b_proj b_rank_proj h_t) softplus(b_scale) w_t               d: the dose
 
-    Source: the Palimpsa paper, Eq. (5) and Appendix A.12, in natural parameters; the authors' parameter names.
+    Source: the Palimpsa paper, Eq. (5) and Appendix A.12, in natural parameters. The paper asks for b_t >= 0 per value
+    channel; its form above, the names of the parameters, their starts and I0 = 1 are this project's choice.
 
     Dose 0 is the additive rule: on an additive host the host's own, exactly. On a delta host nothing erases, so there
     is no exact limit.
@@ -34,8 +35,8 @@ class Palimpsa(MemoryRule):
     Parameters, beside the dose:
         b_rank_proj.weight [rank, D], b_proj.weight [H V, rank]: the precision gate, low rank; normal, deviation 0.02,
             so that the gate starts near 1/2 everywhere. These two follow the module's dtype; the others stay float32.
-        b_scale [H]: uniform in the option ``b_scale``, the authors' start for fine-tuning.
-        Ip_log [H]: log I0, 0 (a prior precision of one); a buffer unless ``learn_prior``, as in the authors' training.
+        b_scale [H]: uniform in the option ``b_scale``, by default the paper's range for fine-tuning.
+        Ip_log [H]: log I0, 0 (a prior precision of one); a buffer unless ``learn_prior``.
 
     Every element of M and E has a history of its own, so a decay for each key channel needs no other rule, only more
     work: a layer is run a few channels at a time.
@@ -43,7 +44,7 @@ class Palimpsa(MemoryRule):
     State: M beside E, [B, 2, H, V, K].
 
     Args:
-        rank: rank of the precision gate; None for D / 16, about the authors' ratio (48 at 768, 96 at 1536).
+        rank: rank of the precision gate; None for D / 16.
         b_scale: lowest and highest start of the raw b_scale.
         learn_prior: whether Ip_log is trained.
 
@@ -114,9 +115,13 @@ class Palimpsa(MemoryRule):
         return dispatch.palimpsa(*given, state=state, reset=inputs.reset, in_place=inputs.in_place)
 
     def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
-        """``importance_spread``: I_max / I_min over a head's elements, mean over the batch."""
+        """``importance_spread``: r = (I_max - I_min) / I_min over a head's elements, mean over the batch.
+
+        Source: the Palimpsa paper, Fig. 3. 0 where all elements are equally important.
+        """
         importance = self._prior()[:, None, None] + state[:, 1]
-        return {"importance_spread": (importance.amax((-2, -1)) / importance.amin((-2, -1))).mean(0).float()}
+        least = importance.amin((-2, -1))
+        return {"importance_spread": ((importance.amax((-2, -1)) - least) / least).mean(0).float()}
 
     def _prior(self) -> Tensor:
         return (self.dose * self.Ip_log).exp()  # I0^d

@@ -179,7 +179,7 @@ class Phase(Section):
     warmup: Warmup = 200
     trainable: Trainable = "swapped"
     dose: Dose | None = None
-    temperature: Positive = 1.0
+    temperature: Positive = 1.0  # T of both softmaxes of a logits phase, whose KL is multiplied by T^2
     boundary_weight: NotNegative = 1.0
     data: Data = None  # absent
 

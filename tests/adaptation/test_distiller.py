@@ -97,7 +97,7 @@ def test_logits_is_kl_plus_the_boundaries(make_body, family, rule):
         streams.append((logits, {layer: found[layer] for layer in (0, 2)}))
     (t_logits, t_stream), (s_logits, s_stream) = streams
     p = (t_logits / 2.0).softmax(-1)
-    kl = (p * ((t_logits / 2.0).log_softmax(-1) - (s_logits / 2.0).log_softmax(-1))).sum(-1)[mask].mean()
+    kl = 2.0**2 * (p * ((t_logits / 2.0).log_softmax(-1) - (s_logits / 2.0).log_softmax(-1))).sum(-1)[mask].mean()
     parts = [
         (s_stream[layer] - t_stream[layer])[mask].square().mean() / t_stream[layer][mask].square().mean()
         for layer in (0, 2)

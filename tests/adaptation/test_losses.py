@@ -89,7 +89,7 @@ def test_kl_is_teacher_to_student(temperature):
     valid = torch.rand(3, 4) < 0.6
     p = (F.linear(teacher, other) / temperature).softmax(-1)
     log_q = (F.linear(student, weight) / temperature).log_softmax(-1)
-    expected = ((p * (p.log() - log_q)).sum(-1) * valid).sum()
+    expected = temperature**2 * ((p * (p.log() - log_q)).sum(-1) * valid).sum()
     loss = losses.kl_divergence(
         student, teacher, head_of(weight), head_of(other), temperature=temperature, valid=valid
     )
@@ -97,6 +97,17 @@ def test_kl_is_teacher_to_student(temperature):
     (wanted,) = torch.autograd.grad(expected, student)
     (found,) = torch.autograd.grad(loss, student)
     torch.testing.assert_close(found, wanted)
+
+
+def test_the_kls_gradient_keeps_its_size_at_every_temperature():
+    """At a high temperature it tends to (s - t) / vocabulary, of centred logits s and t, whatever the temperature."""
+    student, teacher = torch.randn(40, 6), torch.randn(40, 6)
+    head = head_of(torch.eye(6))  # hidden states that are the logits
+    limit = (student - student.mean(1, keepdim=True) - teacher + teacher.mean(1, keepdim=True)) / 6
+    for temperature in (100.0, 300.0):
+        given = student.clone().requires_grad_()
+        losses.kl_divergence(given, teacher, head, temperature=temperature).backward()
+        torch.testing.assert_close(given.grad, limit, rtol=0.05, atol=0.005)
 
 
 def test_kl_of_equal_hidden_states_is_zero():

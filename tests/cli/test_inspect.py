@@ -73,11 +73,11 @@ def test_upgraded_model_is_described(surgery, bases, write_recipe, tmp_path):
     assert surgery("apply", recipe, "--output", swapped, "--drift", "skip").code == 0
     result = surgery("inspect", swapped, "--tokens", 300)
     assert result.code == 0, result.err
-    assert "palimpsa" in result.out and "I max/min" in result.out
+    assert "palimpsa" in result.out and "spread" in result.out
     found = surgery("inspect", swapped, "--tokens", 300, "--json", "-").json
     described = [layer["layer"] for layer in found["layers"] if layer["diagnostics"]]
     assert described == [1]
-    assert min(found["layers"][1]["diagnostics"]["importance_spread"]) > 1
+    assert min(found["layers"][1]["diagnostics"]["importance_spread"]) > 0
 
 
 def test_refusals(surgery, bases, tmp_path):

@@ -1,4 +1,4 @@
-"""``surgery reproduce collision``: the talk's figures, its options, its outputs and its errors."""
+"""``surgery reproduce collision``: the paper's figures, its options, its outputs and its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from surgery import reproduce
 from surgery.cli.reproduce import register
 from surgery.errors import UsageError
 
-PRINTED = {"boost": 0.73106, "bayesian_flood": 0.72309, "reset_flood": 0.35138}  # memory-by-design talk
+PRINTED = {"boost": 0.73106, "bayesian_flood": 0.72309, "reset_flood": 0.35138}  # Memory by Design, Appendix E
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def filter_by_hand(overlap: float, boost: int, flood: int, dim: int, noise: floa
     return figures
 
 
-def test_the_talks_figures(run):
+def test_the_papers_figures(run):
     result = run("--json", "-")
     assert result.exit_code == 0
     figures = json.loads(result.stdout)
@@ -67,7 +67,7 @@ def test_the_talks_figures(run):
         assert figures[name] == pytest.approx(value, abs=5e-6)
         assert figures["expected"][name] == pytest.approx(figures[name], abs=1e-12)
     assert figures["boost"] == pytest.approx(1 / (1 + math.exp(-1)), abs=1e-12)
-    assert figures["talk"] == PRINTED
+    assert figures["paper"] == PRINTED
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,24 @@ def test_every_option_reaches_the_filter(run, settings):
     for name, value in filter_by_hand(*settings).items():
         assert figures[name] == pytest.approx(value, abs=1e-10), name
         assert figures["expected"][name] == pytest.approx(value, abs=1e-10), name
-    assert (figures["talk"] is None) == (settings != (0.92, 40, 60, 16, 0.05))
+    assert (figures["paper"] is None) == (settings != (0.92, 40, 60, 16, 0.05))
+
+
+def test_the_floods_figures_are_limits_from_the_state_after_the_boost():
+    """Many more writes of A after 40 of B lead to the paper's figures; after few of B they lead elsewhere."""
+    settled = reproduce.collision(reproduce.Settings(flood=2000)).measured
+    for name in ("bayesian_flood", "reset_flood"):
+        assert settled[name] == pytest.approx(PRINTED[name], abs=5e-6)
+    little = reproduce.collision(reproduce.Settings(boost=1, flood=2000)).measured
+    assert abs(little["bayesian_flood"] - PRINTED["bayesian_flood"]) > 1e-3
 
 
 def test_the_table_shows_measured_beside_expected(run):
     result = run()
     assert result.exit_code == 0
     for value in PRINTED.values():
-        assert result.stdout.count(f"{value:.5f}") == 3  # measured, expected, the talk's
+        assert result.stdout.count(f"{value:.5f}") == 4  # measured, expected, the paper's, its note
+    assert "from the state after 40 writes of B" in " ".join(result.stdout.split())
     assert "0.35138" not in run("--overlap", "0.9").stdout
 
 
@@ -134,6 +144,6 @@ def test_the_command_line_prints_one_line_for_a_bad_value():
     assert done.stderr.splitlines() == ["error: --dim 3: 6 independent keys need at least 6 dimensions"]
 
 
-def test_the_defaults_are_the_talks():
+def test_the_defaults_are_the_papers():
     assert reproduce.Settings() == reproduce.Settings(0.92, 40, 60, 16, 0.05)
     assert reproduce.collision(reproduce.Settings()).printed == PRINTED

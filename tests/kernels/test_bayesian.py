@@ -287,7 +287,7 @@ def test_float32_on_a_gpu_equals_sequential_float64_with_gradients(form):
 
 
 def test_repeated_unit_key_gain_and_cross_variance():
-    """The talk's scalar Riccati map: gain to 0.618, and the variance of a key at overlap 0.92 grows by 0.00768."""
+    """The paper's scalar Riccati map: gain to 0.618, and the variance of a key at overlap 0.92 grows by 0.00768."""
     noise, overlap, tokens, width = 0.05, 0.92, 400, 4
     k = torch.zeros(1, tokens, 1, width, dtype=torch.float64)
     k[..., 0] = 1

@@ -180,8 +180,8 @@ def test_palimpsas_importance_spread(geometry, inputs, moved):
     state[0, 1, 0, 1, 2], state[0, 1, 3] = 3.0, 5.0
     prior = (0.6 * memory.Ip_log).exp()
     spread = memory.diagnostics(state)["importance_spread"]
-    expected = torch.ones(4)
-    expected[0] = (1 + (prior[0] + 3) / prior[0]) / 2  # one sequence of two; a head that grew evenly has no spread
+    expected = torch.zeros(4)
+    expected[0] = 3 / prior[0] / 2  # (I_max - I_min) / I_min in one sequence of two; a head that grew evenly has none
     torch.testing.assert_close(spread, expected)
 
 
