@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from surgery.checkpoint.values import largest_weight
 from surgery.errors import JobError
+from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.loading import load_tokenizer
-from surgery.evaluation.perplexity import Reader, evaluating
+from surgery.evaluation.perplexity import Reader, evaluating, perplexity
 from surgery.evaluation.text import Text, load_text
 from surgery.evaluation.tokens import encode, require_context
 
@@ -41,7 +43,8 @@ class Drift:
         tokens: positions compared. context: tokens a window.
         kl: mean over positions of KL(base || swapped), nats. kl_max: its largest value.
         max_logit_difference: over all positions and the vocabulary.
-        perplexity, base_perplexity, perplexity_ratio: of the next token.
+        loss, base_loss: of the next token, nats. perplexity, base_perplexity, perplexity_ratio: exp of them and of
+            their difference; infinity where that is more than a float holds.
     """
 
     text: str
@@ -50,6 +53,8 @@ class Drift:
     kl: float
     kl_max: float
     max_logit_difference: float
+    loss: float
+    base_loss: float
     perplexity: float
     base_perplexity: float
     perplexity_ratio: float
@@ -127,8 +132,10 @@ def measure_drift(
     with evaluating(model):
         logits = head_of(model, adapter.logit_scale(read_config(swapped)), device)
         found = compare(logits, before[:, :-1].flatten(0, 1), after[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    for place, hidden in ((base, before), (swapped, after)):
+        _check_finite(adapter, load, base, place, hidden, ids, device)
     if not math.isfinite(found.largest) or not math.isfinite(float(found.kl.sum())):
-        raise JobError(f"{swapped.name}: logits that are not finite\n  the base's weights may be damaged")
+        raise JobError(f"{base}: its logits are not finite, before the swap or after it; {largest_weight(base)}")
     loss, base_loss = float(found.loss.mean()), float(found.base_loss.mean())
     return Drift(
         text=name,
@@ -137,9 +144,11 @@ def measure_drift(
         kl=float(found.kl.mean()),
         kl_max=float(found.kl.max()),
         max_logit_difference=found.largest,
-        perplexity=math.exp(loss),
-        base_perplexity=math.exp(base_loss),
-        perplexity_ratio=math.exp(loss - base_loss),
+        loss=loss,
+        base_loss=base_loss,
+        perplexity=perplexity(loss),
+        base_perplexity=perplexity(base_loss),
+        perplexity_ratio=perplexity(loss - base_loss),
     )
 
 
@@ -228,8 +237,32 @@ def measure_layers(
     errors = {layer: math.sqrt(wrong[layer] / (right[layer] or 1.0)) for layer in layers}
     for layer, error in errors.items():
         if not math.isfinite(error):
-            raise JobError(f"layer {layer}: outputs that are not finite\n  the base's weights may be damaged")
+            raise JobError(f"{base}: layer {layer}: the mixer's outputs are not finite; {largest_weight(base)}")
     return LayerDrift(text=name, tokens=ids.numel(), context=ids.shape[1], relative_error=errors)
+
+
+def _check_finite(
+    adapter: HostAdapter,
+    load: Callable[..., nn.Module],
+    base: Path,
+    place: Path,
+    hidden: Tensor,
+    ids: Tensor,
+    device: str,
+) -> None:
+    """Raise where the head's input is not finite, naming the base and the module.
+
+    Raises:
+        JobError: of the base itself, or of the base once its memories are swapped.
+    """
+    bad = (~torch.isfinite(hidden)).flatten(1).any(1).nonzero()
+    if not bad.numel():
+        return
+    source = first_nonfinite(load(place, dtype=torch.float32, device=device), ids[int(bad[0])][None].to(device))
+    when = "" if place == base else " once its memories are swapped"
+    raise JobError(
+        f"{base}: outputs that are not finite{when}; first not finite: {source}\n  {largest_weight(base)}"
+    )
 
 
 def _hidden(model: nn.Module, ids: Tensor, device: str) -> Tensor:

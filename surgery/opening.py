@@ -1,4 +1,4 @@
-"""A recipe's base, opened and checked as far as its headers and its tokenizer go."""
+"""A recipe's base, opened; its headers, its weights and its tokenizer are checked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
+from surgery.checkpoint.values import check_values
 from surgery.errors import JobError, UsageError
 from surgery.recipe import Recipe
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def open_base(
     recipe: Recipe, *, offline: bool | None = None, base: Path | None = None
 ) -> tuple[Checkpoint, HostAdapter]:
-    """The recipe's base, read as far as its headers and checked against its own configuration.
+    """The recipe's base, its headers checked against its own configuration, and its weights for what is not finite.
 
     Raises:
         UsageError: naming the recipe's line and what is wrong with the base.
@@ -31,6 +32,7 @@ def open_base(
         adapter = adapter_for(checkpoint.config)
         check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)
         check_names(checkpoint, adapter)
+        check_values(checkpoint, adapter.is_unused)
         check_tokenizer(checkpoint)
     return checkpoint, adapter
 

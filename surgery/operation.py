@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from surgery.checkpoint.files import How, same_file_system
 from surgery.checkpoint.staging import check_output, existing_parent, staged_directory
+from surgery.checkpoint.ties import own_head
 from surgery.checkpoint.writing import write_checkpoint
 from surgery.errors import JobError
 from surgery.layers import Measure, inspection_measure
@@ -105,6 +107,9 @@ def apply(
     plan = make_plan(recipe, measure=measure, offline=offline)
     limit = recipe.drift_limit(plan.exact)
     events.planned(plan)
+    own = own_head(plan.base, plan.adapter.ties(plan.base.config))
+    if own is not None:
+        events.note(own)
     if dry_run:
         return ApplyReport(plan, None, None, limit)
     text = None
@@ -219,6 +224,8 @@ def _drift_text(measured: dict[str, Any] | None) -> str:
     if measured["kind"] == "layerwise":
         rows = "\n".join(f"| {layer} | {error:.3g} |" for layer, error in measured["relative_error"].items())
         return f"Each swapped mixer against the base's, {where}:\n\n| layer | relative error |\n|---|---|\n{rows}"
+    over = not math.isfinite(measured["perplexity"]) or not math.isfinite(measured["base_perplexity"])
+    word = "\n\nA perplexity of inf is more than a float holds." if over else ""
     return f"""Drift from the base, {where}:
 
 | figure | value |
@@ -228,4 +235,4 @@ def _drift_text(measured: dict[str, Any] | None) -> str:
 | largest logit difference | {measured["max_logit_difference"]:.3g} |
 | perplexity | {measured["perplexity"]:.4f} |
 | the base's perplexity | {measured["base_perplexity"]:.4f} |
-| ratio | {measured["perplexity_ratio"]:.6f} |"""
+| ratio | {measured["perplexity_ratio"]:.6f} |{word}"""

@@ -32,7 +32,11 @@ PRINTED = {"boost": 0.73106, "bayesian_flood": 0.72309, "reset_flood": 0.35138}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one collision; the defaults are the paper's. ``noise`` is both r^2 and l^2; ``boost`` and ``flood`` count writes."""
+    """The settings of one collision; the defaults are the paper's.
+
+    Attributes:
+        noise: both r^2 and l^2. boost, flood: numbers of writes.
+    """
 
     overlap: float = 0.92
     boost: int = 40

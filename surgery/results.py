@@ -18,6 +18,11 @@ def strict(value: Any) -> Any:
     return value
 
 
+def shown(value: float | None, digits: int) -> str:
+    """A figure of a report that may have been read back from JSON, which has null for one that is not finite."""
+    return "inf" if value is None else f"{value:.{digits}f}"
+
+
 def json_text(value: Any) -> str:
     """The same as indented text."""
     return json.dumps(strict(value), indent=2, allow_nan=False)

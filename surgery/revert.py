@@ -18,6 +18,8 @@ from surgery.checkpoint.files import copy_file
 from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, Checkpoint, TensorEntry, check_tensors, open_checkpoint
 from surgery.checkpoint.staging import check_output, staged_directory
 from surgery.checkpoint.tensorfile import write_tensors
+from surgery.checkpoint.ties import held_ties, own_head
+from surgery.checkpoint.values import check_values
 from surgery.checkpoint.writing import companions, write_json
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, locate
@@ -39,6 +41,7 @@ class Reverted:
         removed: names of the tensors left out.
         changed: names of the tensors that are not the base's, None where the base is not at hand.
         phases: names of the finished phases, of a run.
+        own_head: a line about a head that the configuration calls tied and the weights do not, or None.
     """
 
     model: str
@@ -50,6 +53,7 @@ class Reverted:
     removed: tuple[str, ...]
     changed: tuple[str, ...] | None
     phases: tuple[str, ...]
+    own_head: str | None = None
 
     @property
     def identical(self) -> bool | None:
@@ -128,6 +132,7 @@ def revert(
     prefixes = tuple(adapter.tensor_prefix(source.config, layer) + "memory." for layer in chosen)
     removed = tuple(name for name in source.tensors if name.startswith(prefixes))
     rest = replace(source, tensors={name: entry for name, entry in source.tensors.items() if name not in removed})
+    check_values(rest, adapter.is_unused)  # what is left out may be damaged: to leave it out is the remedy
     shapes = {entry.name: entry.shape for entry in rest.tensors.values()}
     check_tensors(rest, adapter.expected_tensors(adapter.completed(config, shapes)), adapter.name)
     report = Reverted(
@@ -140,6 +145,7 @@ def revert(
         removed=removed,
         changed=_changed(rest, adapter, swap),
         phases=_finished(located),
+        own_head=own_head(source, adapter.ties(source.config)),
     )
     size = source.weight_bytes + sum((source.directory / path).stat().st_size for path in companions(source.directory))
     with staged_directory(final, size + 2**20) as staging:
@@ -196,7 +202,7 @@ def _changed(rest: Checkpoint, adapter: HostAdapter, swap: dict[str, Any]) -> tu
         return None
     if base.config.get("surgery"):  # operated on before: it is no untouched host
         return None
-    ties = adapter.ties(base.config)
+    ties = held_ties(base, adapter.ties(base.config))
     wanted = [name for name in base.tensors if name not in ties or name in rest.tensors]
     return tuple(name for name in wanted if name not in rest.tensors or not _same(base, rest, name))
 

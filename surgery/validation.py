@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.reading import Checkpoint
+from surgery.checkpoint.ties import own_head
 from surgery.errors import UsageError
 from surgery.layers import ranges, resolve_layers
 from surgery.opening import base_tokenizer, open_base, swappable
@@ -82,7 +83,8 @@ def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
     parameters = f"{sum(entry.numel for entry in checkpoint.tensors.values()):,}"
     chosen = recipe.layers_text if measured else ranges(layers)
     detail = f"{directory}: {adapter.name}, {parameters} parameters, layers {ranges(available)}; swaps {chosen}"
-    return checkpoint, _check("model", detail)
+    own = own_head(checkpoint, adapter.ties(checkpoint.config))
+    return checkpoint, _check("model", detail if own is None else f"{detail}; {own}")
 
 
 def _texts(recipe: Recipe, checkpoint: Checkpoint | None) -> list[dict[str, Any]]:

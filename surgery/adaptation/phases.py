@@ -164,7 +164,8 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
     }
     if options.main:
         changed = saving.trained_tensors(selection, memories, body.mixers, stored)
-        saving.write_model(folder / "model", source, changed)
+        ties = adapter_for(source.config).ties(source.config)
+        saving.write_model(folder / "model", source, changed, ties=ties)
     PartialState().wait_for_everyone()
     if options.main:
         shutil.rmtree(folder / "checkpoints")

@@ -247,10 +247,14 @@ def _continue(recipe: Recipe, run: Path, start: str | None) -> RunManifest:
 
 
 def _apply(recipe: Recipe, applied: Path, options: Options, offline: bool | None) -> dict[str, Any] | None:
-    from surgery.operation import apply
+    from surgery.operation import Events, apply
+
+    class Notes(Events):
+        def note(self, text: str) -> None:
+            options.say(text)
 
     options.say(f"applying {recipe.name}")
-    return apply(recipe, applied, device=options.device, offline=offline).drift
+    return apply(recipe, applied, device=options.device, offline=offline, events=Notes()).drift
 
 
 def _start(name: str) -> Path:

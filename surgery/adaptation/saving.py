@@ -17,6 +17,7 @@ from torch import Tensor
 from surgery.adaptation.parameters import Selection
 from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory
+from surgery.checkpoint.ties import held_ties
 from surgery.checkpoint.writing import companions, copy_file, write_json
 from surgery.errors import JobError
 from surgery.memory.base import MemoryRule
@@ -62,7 +63,11 @@ def require_places(source: Checkpoint, names: Iterable[str]) -> None:
 
 @torch.no_grad()
 def write_model(
-    final: Path, source: Checkpoint, changed: Mapping[str, Tensor], files: Mapping[str, str] | None = None
+    final: Path,
+    source: Checkpoint,
+    changed: Mapping[str, Tensor],
+    files: Mapping[str, str] | None = None,
+    ties: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``source`` with ``changed`` tensors into the new directory ``final``.
 
@@ -70,12 +75,16 @@ def write_model(
         source: the checkpoint that training started from; shards without a changed tensor are copied byte for byte.
         changed: tensors by disk name, all of them in ``source``.
         files: further text files by name.
+        ties: tensors that the configuration calls tied, name -> the name whose tensor it shares. Where ``source`` holds
+            both with the same values, both are written in the new ones.
 
     Raises:
         JobError: a changed tensor has no place in ``source``, or the disk is full.
     """
     from safetensors.torch import load_file, save_file
 
+    twice = {name: origin for name, origin in held_ties(source, ties or {}).items() if name in source.tensors}
+    changed = {**changed, **{name: changed[origin] for name, origin in twice.items() if origin in changed}}
     require_places(source, changed)
     growth = sum(tensor.numel() * 4 for tensor in changed.values())
     with staged_directory(final, source.weight_bytes + growth) as staging:
@@ -88,7 +97,7 @@ def write_model(
             tensors = load_file(source.directory / shard)
             for name in mine:
                 total += changed[name].numel() * 4 - source.tensors[name].nbytes
-                tensors[name] = changed[name].detach().to("cpu", torch.float32).contiguous()
+                tensors[name] = changed[name].detach().to("cpu", torch.float32, copy=True).contiguous()
             save_file(tensors, staging / shard, metadata={"format": "pt"})
         if source.shards != (SINGLE,):
             index = json.loads((source.directory / INDEX).read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from surgery.checkpoint.layout import RUN_FILE as FILE
 from surgery.checkpoint.staging import write_atomic
 from surgery.errors import UsageError
+from surgery.results import json_text
 
 SCHEMA = 1
 
@@ -79,5 +80,4 @@ def read_manifest(run: Path) -> RunManifest:
 
 def write_manifest(run: Path, manifest: RunManifest) -> None:
     """Write ``run.json`` in one step."""
-    value = manifest.model_dump(mode="json", by_alias=True)
-    write_atomic(Path(run) / FILE, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_atomic(Path(run) / FILE, json_text(manifest.model_dump(mode="json", by_alias=True)) + "\n")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -155,7 +155,7 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
             weight_map: dict[str, str] = {}
             for number, file in enumerate(files, 1):
                 tensors = read_pickle(file)
-                tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
+                tensors = {name: tensor for name, tensor in tensors.items() if not _repeats(tensors, name, ties)}
                 shard = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SAFE_SINGLE
                 entries = []
                 for name, tensor in tensors.items():
@@ -178,6 +178,14 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
     except (UsageError, OSError):
         if not (target / CONFIG).is_file():  # otherwise another process was faster
             raise
+
+
+def _repeats(tensors: Mapping[str, Tensor], name: str, ties: Mapping[str, str]) -> bool:
+    """Whether a tensor is tied to another of the same file and holds the same values."""
+    import torch
+
+    other = tensors.get(ties.get(name, ""))
+    return other is not None and other.shape == tensors[name].shape and torch.equal(other, tensors[name])
 
 
 def _forgetting(file: Path) -> Callable[[int], None]:

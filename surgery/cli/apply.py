@@ -209,6 +209,14 @@ def print_drift(report: ApplyReport) -> None:
         table.add_row("perplexity, swapped", f"{drift['perplexity']:.4f}")
         table.add_row("ratio", f"{drift['perplexity_ratio']:.6f}")
     out.print(table)
+    if drift["kind"] == "full":
+        from surgery.evaluation.finite import overflow_note
+
+        perplexities = {"base": drift["base_perplexity"], "swapped": drift["perplexity"]}
+        nats = {"base": drift["base_loss"], "swapped": drift["loss"]}
+        note = overflow_note(perplexities, nats, report.plan.base.directory)
+        if note is not None:
+            out.print(escape(note), highlight=False, soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:

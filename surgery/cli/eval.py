@@ -58,6 +58,7 @@ def evaluate(
     from surgery.cli.common import check_revision, err, named, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
+    from surgery.evaluation.finite import overflow_note
     from surgery.evaluation.loading import locate
     from surgery.evaluation.plots import check_plot_path, plot_evaluation
     from surgery.evaluation.report import RecallPlan, evaluate
@@ -87,10 +88,18 @@ def evaluate(
             hay = load_text(haystack, limit=64 * max(lengths) + 2**20) if haystack is not None else None
         recall = RecallPlan(lengths, samples=recall_samples, seed=seed, haystack=hay)
 
+    def say(line: str) -> None:
+        err.print(line, style="dim", highlight=False, soft_wrap=True, markup=False)
+
     with progress_bars() as bars:
         report = evaluate(
-            target, base, text=read, limit=limit, context=window, recall=recall, device=where, progress=bars
+            target, base, text=read, limit=limit, context=window, recall=recall, device=where, progress=bars, say=say
         )
+    entries = {entry["name"]: entry for entry in (report["model"], report["baseline"]) if entry}
+    figures = [{name: entry[key] for name, entry in entries.items()} for key in ("perplexity", "nll")]
+    over = overflow_note(*figures, target.path)
+    if over is not None:
+        say(over)
     report["command"] = "surgery " + shlex.join(sys.argv[1:])
     if target.run is not None:
         report["checkpoint"] = str(target.path.relative_to(target.run))

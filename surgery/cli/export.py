@@ -95,10 +95,12 @@ def export(
         moved = f"KL {check.kl:.3g} nats a token, logits by up to {check.max_logit_difference:.3g}"
         table.add_row("cast", f"from {check.run_dtype}: {moved}")
     if done.report is not None:
+        from surgery.results import shown
+
         before, after = done.report["baseline"], done.report["model"]
         for label, key, digits in (("perplexity", "perplexity", 3), ("bits per byte", "bits_per_byte", 4)):
-            start = f"{before[key]:.{digits}f} before, " if before else ""
-            table.add_row(label, f"{start}{after[key]:.{digits}f} after")
+            start = f"{shown(before[key], digits)} before, " if before else ""
+            table.add_row(label, f"{start}{shown(after[key], digits)} after")
     table.add_row("written", escape(str(done.output)))
     out.print(table)
 

@@ -52,8 +52,8 @@ def collision(
     if printed:
         shown = f"{printed['bayesian_flood']:.5f} and {printed['reset_flood']:.5f}"
         notes.append(
-            f"Paper: {printed['boost']:.5f} is the limit of many writes of B; {shown} are the limits of many writes of A "
-            f"that start from the state after {boost} writes of B."
+            f"Paper: {printed['boost']:.5f} is the limit of many writes of B; {shown} are the limits of many writes of "
+            f"A that start from the state after {boost} writes of B."
         )
     else:
         notes.append("The paper prints no figures for these settings.")

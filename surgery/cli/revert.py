@@ -46,6 +46,8 @@ def revert(
     done = operate(model, output, None if layers is None else _numbers(layers), revision=revision)
     if done.identical is not True:
         err.print(f"[yellow]note:[/yellow] {escape(done.sentence())}", highlight=False, soft_wrap=True)
+    if done.own_head:
+        err.print(f"[yellow]note:[/yellow] {escape(done.own_head)}", highlight=False, soft_wrap=True)
     if write_json(done.as_dict(), json_target):
         return
     back = ", ".join(map(str, done.layers))

@@ -159,7 +159,7 @@ def _comes_as_code(path: Path) -> bool:
 
 
 def check_loadable(located: Located) -> tuple[Any, Any, Any]:
-    """Find what would keep a model from being loaded, as far as its small files and its headers tell.
+    """Find what would keep a model from being loaded or computing: in its small files, its headers, its weights.
 
     Returns:
         Its adapter, its tokenizer, and its :class:`surgery.checkpoint.reading.Checkpoint`.
@@ -168,12 +168,15 @@ def check_loadable(located: Located) -> tuple[Any, Any, Any]:
         UsageError: as :func:`load`.
     """
     from surgery.checkpoint.reading import open_checkpoint
+    from surgery.checkpoint.values import check_values
     from surgery.hosts import recognise
 
     config, adapter = recognise(located.path)
     tokenizer = load_tokenizer(located.path, adapter.parse(config).vocab_size)
     # names a damaged file, which loading all of them at once does not
-    return adapter, tokenizer, open_checkpoint(located.path)
+    checkpoint = open_checkpoint(located.path)
+    check_values(checkpoint, adapter.is_unused)
+    return adapter, tokenizer, checkpoint
 
 
 def load(
@@ -194,7 +197,7 @@ def load(
         offload: whether blocks are read from the disk when they run; None: only if the model would not fit, and not
             if it fits on several GPUs together. Such a model runs forward only.
         window: tokens that are run at once, for that decision.
-        say: called with a line that says why the model is not simply loaded.
+        say: called with a line about what is not as the configuration says, or why the model is not simply loaded.
 
     Raises:
         UsageError: an unsupported architecture, no fitting tokenizer, or a weight file that is missing or cut off.
@@ -203,11 +206,15 @@ def load(
     import torch
 
     from surgery.checkpoint.fitting import placement
+    from surgery.checkpoint.ties import own_head
     from surgery.hosts.streaming import load_streamed
 
     adapter, tokenizer, checkpoint = check_loadable(located)
     if dtype is None and device == "cpu":
         dtype = torch.float32
+    own = own_head(checkpoint, adapter.ties(checkpoint.config))
+    if own is not None and say is not None:
+        say(own)
     where = "streamed" if offload else "whole"
     if offload is None:
         where, why = placement(checkpoint, device, dtype, window)

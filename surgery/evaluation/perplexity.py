@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.errors import JobError, UsageError
+from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.intervals import Interval, consecutive_blocks, mean_interval
 from surgery.evaluation.tokens import Tokens, encode, require_context
 
@@ -57,7 +58,7 @@ class Losses:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.mean, 700.0))
+        return perplexity(self.mean)
 
     @property
     def bits_per_byte(self) -> float:
@@ -79,6 +80,14 @@ class Losses:
         }
 
 
+def perplexity(nats: float) -> float:
+    """exp of a mean loss; infinity where that is more than a float holds."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; the mode before is restored."""
@@ -92,7 +101,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def stream_losses(
-    model: nn.Module, tokens: Tokens, *, segment: int = 2048, progress: Progress | None = None
+    model: nn.Module,
+    tokens: Tokens,
+    *,
+    segment: int = 2048,
+    progress: Progress | None = None,
+    name: str | None = None,
 ) -> Losses:
     """Losses of a text read once from its beginning, the state carried on from segment to segment.
 
@@ -100,6 +114,7 @@ def stream_losses(
         model: a causal language model of transformers whose cache continues over several tokens.
         tokens: the text; at least two tokens.
         segment: tokens a call. The result does not depend on it, memory does.
+        name: of the model in errors; None for the directory that it was loaded from.
 
     Raises:
         UsageError: the text is too short, or the model takes no cache.
@@ -121,13 +136,20 @@ def stream_losses(
             parts.append(reader.losses(outputs[0, : targets.numel()], targets).cpu())
             if progress is not None:
                 progress(targets.numel())
-    nll = _finite(torch.cat(parts), model)
+    nll = torch.cat(parts)
+    _check_finite(nll, model, lambda bad: tokens.ids[max(0, bad + 1 - segment) : bad + 1][None], name)
     position = torch.arange(1, len(tokens))
     return Losses(nll, position, torch.zeros_like(position), tokens.num_bytes(1))
 
 
 def window_losses(
-    model: nn.Module, tokens: Tokens, context: int, *, batch_tokens: int = 4096, progress: Progress | None = None
+    model: nn.Module,
+    tokens: Tokens,
+    context: int,
+    *,
+    batch_tokens: int = 4096,
+    progress: Progress | None = None,
+    name: str | None = None,
 ) -> Losses:
     """Losses of a text cut into windows of ``context`` tokens, each read from an empty state; a remainder is left out.
 
@@ -151,7 +173,8 @@ def window_losses(
             parts.append(reader.losses(outputs.flatten(0, 1), ids[:, 1:].flatten()).cpu())
             if progress is not None:
                 progress(ids.numel())
-    nll = _finite(torch.cat(parts), model)
+    nll = torch.cat(parts)
+    _check_finite(nll, model, lambda bad: windows[bad // (context - 1)][None], name)
     num_bytes = sum(tokens.num_bytes(start + 1, start + context) for start in range(0, count * context, context))
     position = torch.arange(1, context).repeat(count)
     window = torch.arange(count).repeat_interleave(context - 1)
@@ -210,14 +233,23 @@ def _paired(losses: Losses, baseline: Losses) -> Tensor:
     return losses.nll.double() - baseline.nll.double()
 
 
-def _finite(nll: Tensor, model: nn.Module) -> Tensor:
+def _check_finite(nll: Tensor, model: nn.Module, inputs: Callable[[int], Tensor], name: str | None) -> None:
+    """Raise a JobError that says where the numbers left the finite range, where a loss did.
+
+    Args:
+        inputs: the tokens [1, T] that the loss of a scored token comes from.
+        name: of the model; None for the directory that it was loaded from.
+    """
     bad = (~torch.isfinite(nll)).nonzero()
-    if bad.numel():
-        raise JobError(
-            f"{type(model).__name__}: the loss is not finite from scored token {int(bad[0])} on"
-            f" ({bad.numel()} of {nll.numel()}); the weights or the dtype's range are at fault"
-        )
-    return nll
+    if not bad.numel():
+        return
+    source = first_nonfinite(model, inputs(int(bad[0])).to(next(model.parameters()).device))
+    name = name or getattr(model, "name_or_path", "") or type(model).__name__
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    raise JobError(
+        f"{name}: the loss is not finite from scored token {int(bad[0])} on ({bad.numel()} of {nll.numel()}); first "
+        f"not finite: {source}\n  every weight is finite, but what they give leaves the range of {dtype}"
+    )
 
 
 class Reader:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from surgery.errors import UsageError
+from surgery.errors import JobError, UsageError
+from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.intervals import wilson
 from surgery.evaluation.words import ADJECTIVES, NOUNS
 
@@ -225,7 +226,16 @@ def needle_recall(
     model.eval()
     with torch.inference_mode():
         for batch in _batches(prompts, _rows_limit(model)):
-            scores = _score(model, [prompts[index] for index in batch], device).tolist()
+            scores = _score(model, [prompts[index] for index in batch], device)
+            if not bool(scores.isfinite().all()):
+                bad = batch[int((~scores.isfinite()).any(1).nonzero()[0])]
+                source = first_nonfinite(model, torch.tensor([prompts[bad].tokens], device=device))
+                name = getattr(model, "name_or_path", "") or type(model).__name__
+                raise JobError(
+                    f"{name}: needle recall at {prompts[bad].length} tokens: probabilities that are not numbers; first "
+                    f"not finite: {source}"
+                )
+            scores = scores.tolist()
             results.update(zip(batch, scores, strict=True))
             if progress is not None:
                 progress(len(results), len(prompts))

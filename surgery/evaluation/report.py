@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from surgery.evaluation.perplexity import (
     Losses,
     by_position,
     difference,
+    perplexity,
     position_edges,
     stream_losses,
     window_losses,
@@ -132,9 +132,10 @@ def measure(
             progress=None if progress is None else lambda done, total: progress(stage, done, total),
         )
         found["haystack"] = haystack.name
-    stream = stream_losses(model, tokens, progress=tick(f"{name}: stream", len(tokens) - 1))
+    stream = stream_losses(model, tokens, progress=tick(f"{name}: stream", len(tokens) - 1), name=name)
     whole = len(tokens) // context * context
-    windows = window_losses(model, tokens, context, progress=tick(f"{name}: windows of {context}", whole))
+    advance = tick(f"{name}: windows of {context}", whole)
+    windows = window_losses(model, tokens, context, progress=advance, name=name)
     return Measurement(name, tokens, stream, windows, context, found, revision)
 
 
@@ -161,7 +162,7 @@ def build_report(measured: Measurement, baseline: Measurement | None = None) -> 
         edges = position_edges(measured.context)
         report["difference"] |= {
             "nll": nll.as_dict(),
-            "perplexity_ratio": nll.map(lambda value: math.exp(min(value, 700.0))).as_dict(),
+            "perplexity_ratio": nll.map(perplexity).as_dict(),
             "positions": by_position(measured.windows, edges, baseline.windows),
         }
     return report
@@ -177,6 +178,7 @@ def evaluate(
     recall: RecallPlan | None = None,
     device: str = "cpu",
     progress: Progress | None = None,
+    say: Callable[[str], Any] | None = None,
 ) -> dict[str, Any]:
     """Measure a model, and a baseline, one after the other; arguments and errors as :func:`measure`, and those of
     loading. Returns :func:`build_report`'s data with what it was measured with."""
@@ -186,7 +188,7 @@ def evaluate(
     for one in models:  # all, before the first is measured
         check_loadable(one)
     for one in models:
-        network, tokenizer = load(one, device)
+        network, tokenizer = load(one, device, say=say)
         dtype = dtype or str(network.dtype).removeprefix("torch.")
         options = {"limit": limit, "context": context, "recall": recall, "progress": progress}
         found.append(measure(network, tokenizer, text, name=one.name, revision=one.revision, **options))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.operation import RECIPE_FILE, at_commit
 from surgery.recipe.sizes import format_count
+from surgery.results import shown
 
 if TYPE_CHECKING:
     from surgery.export.source import Source
@@ -118,7 +119,7 @@ def _measured(report: dict[str, Any] | None, control: dict[str, Any] | None, bas
         columns["control"] = control["model"]
     rows = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for label, key, digits in (("perplexity", "perplexity", 3), ("bits per byte", "bits_per_byte", 4)):
-        rows.append(f"| {label} | {' | '.join(f'{column[key]:.{digits}f}' for column in columns.values())} |")
+        rows.append(f"| {label} | {' | '.join(shown(column[key], digits) for column in columns.values())} |")
     lengths = [row["length"] for row in (report["model"]["recall"] or {}).get("lengths", ())]
     for length in lengths:
         rows.append(f"| recall at {length} tokens | {' | '.join(_recall(c, length) for c in columns.values())} |")
@@ -127,8 +128,10 @@ def _measured(report: dict[str, Any] | None, control: dict[str, Any] | None, bas
     difference = report["difference"]
     if difference and difference["paired"]:
         ratio = difference["perplexity_ratio"]
-        bounds = "" if ratio["low"] is None else f" (95%: {ratio['low']:.4f} to {ratio['high']:.4f})"
-        notes.append(f"Perplexity after over before: {ratio['mean']:.4f}{bounds}.")
+        bounds = "" if ratio["low"] is None else f" (95%: {ratio['low']:.4f} to {shown(ratio['high'], 4)})"
+        notes.append(f"Perplexity after over before: {shown(ratio['mean'], 4)}{bounds}.")
+    if any(shown(column["perplexity"], 3) == "inf" for column in columns.values()):
+        notes.append("A perplexity of inf is more than a float holds; bits per byte say how large the loss is.")
     if lengths:
         recall = report["model"]["recall"]
         count = recall["lengths"][0]["total"]

@@ -12,6 +12,7 @@ import torch
 
 from surgery.checkpoint.layout import run_around
 from surgery.checkpoint.staging import check_output, staged_directory
+from surgery.checkpoint.ties import own_head
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load_tokenizer, locate
 from surgery.evaluation.report import RecallPlan, evaluate
@@ -189,6 +190,9 @@ def _warnings(source: Source) -> list[str]:
     dose = dose_warning(source)
     if dose is not None:
         warnings.append(dose)
+    own = own_head(source.checkpoint, source.adapter.ties(source.checkpoint.config))
+    if own is not None:
+        warnings.append(own)
     if source.unfinished:
         warnings.append(f"phases not finished: {', '.join(source.unfinished)}; the latest finished model is exported")
     if source.recipe_text is None:

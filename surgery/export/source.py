@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
+from surgery.checkpoint.values import check_values
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, locate
 from surgery.operation import RECIPE_FILE
@@ -69,7 +70,8 @@ def open_source(name: str) -> Source:
     """Find and check what ``name`` stands for.
 
     Raises:
-        UsageError: no run and no checkpoint, nothing swapped in it, tensors that do not fit its configuration.
+        UsageError: no run and no checkpoint, nothing swapped in it, tensors that do not fit its configuration,
+            or weights that are not finite.
     """
     from surgery.hosts import recognise
 
@@ -83,6 +85,7 @@ def open_source(name: str) -> Source:
             "  give a run of surgery distill, or a directory that surgery apply wrote"
         )
     check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)
+    check_values(checkpoint, adapter.is_unused)
     doses = {}
     if swap["rule"] != "host":
         for layer in sorted(swap["layers"]):

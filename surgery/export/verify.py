@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import JobError
+from surgery.evaluation.finite import first_nonfinite
 
 TOKENS = 256
 
@@ -100,7 +101,14 @@ def check_export(adapter: Any, run: Path, run_dtype: str, exported: Path, dtype:
         JobError: the exported model does not load, or its logits are not the run's in the exported dtype.
     """
     fresh = reload_logits(exported, ids)
-    same = model_logits(adapter.load(run, dtype=getattr(torch, dtype)), ids)
+    model = adapter.load(run, dtype=getattr(torch, dtype))
+    same = model_logits(model, ids)
+    if not bool(same.isfinite().all()):
+        raise JobError(
+            f"{run}: its logits in {dtype} are not finite; first not finite: {first_nonfinite(model, ids)}; nothing "
+            f"was written\n  every weight is finite, but what they give leaves the range of {dtype}"
+        )
+    del model
     if not torch.equal(fresh, same):
         worst = (fresh - same).abs().max().item()
         raise JobError(

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, TensorEntry
+from surgery.checkpoint.ties import held_ties
 from surgery.checkpoint.writing import companions, copy_file, write_json
+from surgery.errors import JobError
 
 if TYPE_CHECKING:
     from surgery.export.source import Source
@@ -53,9 +55,10 @@ def plan_shards(sizes: dict[str, int], shard_size: int) -> list[list[str]]:
 
 
 def planned_sizes(source: Source, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of every tensor as it will be written, in the checkpoint's order. A head that is tied is left out."""
+    """Bytes of every tensor as it will be written, in the checkpoint's order. A head that is tied is left out, one
+    that only the configuration calls tied is not."""
     kept = float32_tensors(source)
-    tied = source.adapter.ties(source.checkpoint.config)
+    tied = held_ties(source.checkpoint, source.adapter.ties(source.checkpoint.config))
     return {
         name: entry.numel * _target(entry, dtype, kept).itemsize
         for name, entry in source.checkpoint.tensors.items()
@@ -75,6 +78,9 @@ def write_export(
 
     Returns:
         The names of the weight files.
+
+    Raises:
+        JobError: a weight is beyond the range of ``dtype``.
     """
     from safetensors.torch import save_file
 
@@ -92,7 +98,7 @@ def write_export(
         tensors = {}
         for member in members:
             entry = source.checkpoint.tensors[member]
-            tensors[member] = source.checkpoint.read(member).to(_target(entry, target, kept)).contiguous()
+            tensors[member] = _cast(source, entry, _target(entry, target, kept))
             if progress is not None:
                 progress(sizes[member])
         save_file(tensors, staging / name, metadata={"format": "pt"})
@@ -109,6 +115,24 @@ def write_export(
         with (staging / name).open("w", encoding="utf-8", newline="") as file:
             file.write(text)
     return names
+
+
+def _cast(source: Source, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the checkpoint in ``dtype``.
+
+    Raises:
+        JobError: a value is beyond the dtype's range.
+    """
+    stored = source.checkpoint.read(entry.name)
+    cast = stored.to(dtype).contiguous()
+    over = ~torch.isfinite(cast)
+    if bool(over.any()):
+        name = str(dtype).removeprefix("torch.")
+        raise JobError(
+            f"{source.located.path}: {entry.name} holds {float(stored[over][0]):.4g}, which {name} cannot hold; "
+            "nothing was written\n  export with --dtype bfloat16 or float32"
+        )
+    return cast
 
 
 def _target(entry: TensorEntry, dtype: torch.dtype, kept: set[str]) -> torch.dtype:

@@ -21,7 +21,7 @@ _OPTIONS = {
   learn_prior: false            # the prior precision stays at 1
 """,
     "bayesian": """\
-  noise: restoring              # restoring: forgetting returns the covariance to its prior | constant: the paper adds l^2
+  noise: restoring              # restoring: forgetting returns the covariance to its prior | constant: the paper's l^2
   retention: 1.0                # rho: the covariance decays with rho a_t^2
   noise_groups: 1               # split each head's values into groups with a covariance each
 """,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from surgery.errors import JobError, UsageError
+from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.perplexity import Reader, evaluating
 from surgery.evaluation.tokens import Tokens, require_context
 from surgery.hosts.streaming import device_of
@@ -148,6 +149,10 @@ class HorizonMeter:
         )
 
 
+class _NotANumber(Exception):
+    """Ends a forward pass at the first layer one of whose decays is not a number; its argument is the layer."""
+
+
 def measure_horizons(
     model: nn.Module,
     mixers: Mapping[int, nn.Module],
@@ -182,7 +187,7 @@ def measure_horizons(
         def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
             inputs: MemoryInputs = args[0]
             if torch.isnan(inputs.log_decay).any():
-                raise JobError(f"layer {layer}: a decay is not a number; the weights hold NaN or the dtype overflows")
+                raise _NotANumber(layer)
             if layer not in meters:  # where the layer computes, which need not be where the next one does
                 meters[layer] = _meter(module.geometry, inputs.log_decay.device)
             meters[layer].add(inputs.log_decay)
@@ -198,7 +203,17 @@ def measure_horizons(
             for start in range(0, len(tokens), segment):
                 last = start + segment >= len(tokens)
                 ids = tokens.ids[start : start + segment].to(device)
-                reader.read(ids[None], carry=True)
+                try:
+                    reader.read(ids[None], carry=True)
+                except _NotANumber as error:
+                    for handle in handles:
+                        handle.remove()
+                    name = getattr(model, "name_or_path", "") or type(model).__name__
+                    raise JobError(
+                        f"{name}: layer {error.args[0]}: a decay is not a number; first not finite: "
+                        f"{first_nonfinite(model, ids[None])}\n  every weight is finite, but what they give leaves the "
+                        "range of the dtype"
+                    ) from None
                 if progress is not None:
                     progress(ids.numel())
             figures = []

@@ -141,12 +141,13 @@ def inspect_loaded(
 
 
 def inspect_static(model: str | Path, revision: str | None = None) -> Inspection:
-    """The estimate without data: from ``A_log`` and ``dt_bias`` alone, which are all that is read of the weights.
+    """The estimate without data, from ``A_log`` and ``dt_bias`` alone.
 
     Raises:
         UsageError: no such model, an unsupported architecture, tensors missing.
     """
     from surgery.checkpoint.reading import open_checkpoint
+    from surgery.checkpoint.values import check_values
     from surgery.hosts import recognise
 
     located = locate(str(model), revision)
@@ -158,7 +159,14 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
         raise UsageError(f"{located.path}: tensor {missing[0]} is missing\n  config.json does not fit the weights")
+    check_values(checkpoint, adapter.is_unused)
     log_decay = adapter.static_log_decay({name: checkpoint.read(name) for name in names}, checkpoint.config)
+    for layer, prefix in zip(layers, prefixes, strict=True):
+        if torch.isnan(log_decay[layer]).any():
+            raise UsageError(
+                f"{located.path}: layer {layer}: the log decay of {prefix}A_log and {prefix}dt_bias is not a number\n"
+                "  exp(A_log) overflows where the step is 0; the weights are damaged"
+            )
     about = (located.name, adapter.name, located.path)
     return Inspection(*about, static_horizons(log_decay), None, None, revision=located.revision)
 
