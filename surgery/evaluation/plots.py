@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,13 @@ def _recall_map(axis: Any, entry: dict[str, Any]) -> Any:
     lengths = sorted({cell["length"] for cell in cells})
     depths = sorted({cell["depth"] for cell in cells})
     share = {(cell["length"], cell["depth"]): cell for cell in cells}
-    grid = [[share[length, depth]["fraction"] for length in lengths] for depth in depths]
+    grid = [[share.get((length, depth), {"fraction": math.nan})["fraction"] for length in lengths] for depth in depths]
     image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     for row, depth in enumerate(depths):
         for column, length in enumerate(lengths):
-            cell = share[length, depth]
+            cell = share.get((length, depth))
+            if cell is None:  # no needle reached that depth
+                continue
             dark = cell["fraction"] < 0.6
             text = f"{cell['right']}/{cell['total']}"
             axis.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")

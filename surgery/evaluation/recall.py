@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import inspect
+import itertools
 import random
 import uuid
 from collections.abc import Callable, Sequence
@@ -17,14 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from surgery.errors import JobError, UsageError
+from surgery.evaluation.boundaries import boundaries
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.intervals import wilson
+from surgery.evaluation.tokens import tokenise
 from surgery.evaluation.words import ADJECTIVES, NOUNS
 
 KINDS = ("numbers", "words", "uuids")
 DIGITS = 7
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LENGTHS = (256, 512, 1024)
+TOLERANCE = 0.1  # of the text: how far from its depth a needle may stand for the sake of a sentence's end
 BATCH_BYTES = 2**28  # logits of one forward pass stay under this
 BATCH_TOKENS = 2**15  # tokens of one forward pass
 
@@ -63,17 +67,23 @@ def question(kind: str, key: str) -> str:
 @dataclass(frozen=True)
 class Prompt:
     """One measurement. ``tokens`` and any one of ``values`` together are exactly ``length`` tokens long; ``values[0]``
-    is right, and all are equally long. ``position`` is the token at which the needle begins."""
+    is right, and all are equally long.
+
+    Attributes:
+        depth: what was asked for. reached: the share of the text's tokens that stand before the needle.
+        position: the token at which the needle begins.
+    """
 
     length: int
     depth: float
+    reached: float
     position: int
     tokens: list[int]
     values: list[list[int]]
 
 
 class Haystack:
-    """A text as tokens, with the places where a sentence ends.
+    """A text as tokens, with the places where a needle may stand.
 
     Args:
         text: any text; it must hold more tokens than the longest prompt.
@@ -82,29 +92,33 @@ class Haystack:
 
     def __init__(self, text: str, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.tokens = self.encode(text)
+        self.tokens, spans = tokenise(tokenizer, text)
+        self.places = boundaries(text, spans)
         pieces = {token: tokenizer.decode([token]) for token in set(self.tokens)}
         starts_space = {token for token, piece in pieces.items() if piece[:1].isspace()}
         ends_space = {token for token, piece in pieces.items() if piece[-1:].isspace()}
-        ends_sentence = {token for token, piece in pieces.items() if piece.rstrip("\"')”’ ")[-1:] in (".", "!", "?")}
         self.after_space = ends_space | set(self.encode("\n"))
-        # after a full stop where the next token brings its own space, or after a line's end
-        self.boundaries = [
-            index
-            for index in range(1, len(self.tokens))
-            if (self.tokens[index - 1] in ends_sentence and self.tokens[index] in starts_space)
-            or "\n" in pieces[self.tokens[index - 1]]
-        ]
-        self._places = set(self.boundaries)
+        # where the token that follows a needle brings its own space
+        self._spaced = {index for index in self.places.spaces if self.tokens[index] in starts_space}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def prompt(
-        self, rng: random.Random, length: int, depth: float, kind: str, candidates: int = 10, needles: int = 1
+        self,
+        rng: random.Random,
+        length: int,
+        depth: float,
+        kind: str,
+        candidates: int = 10,
+        needles: int = 1,
+        tolerance: float = TOLERANCE,
     ) -> Prompt:
         """A prompt of exactly ``length`` tokens, its value included, with the needle asked for at ``depth`` (0 to 1)
         of the text and ``needles - 1`` more, for other keys, anywhere in it.
+
+        The needle stands at the end of a sentence or a line within ``tolerance`` of its depth, else at white space,
+        else between two characters.
 
         Raises:
             UsageError: ``length`` has no room for text beside the needles, or the text is too short.
@@ -140,23 +154,27 @@ class Haystack:
                 f"needle recall at {length} tokens: the text holds only {len(self.tokens)}; give a longer text "
                 "or smaller lengths"
             )
-        start = rng.choice([0, *self.boundaries[: bisect.bisect_right(self.boundaries, len(self.tokens) - length)]])
-        places = [self._nearest(start, room, depth)] + [self._nearest(start, room, rng.random()) for _ in others]
+        starts = self.places.best
+        start = rng.choice([0, *starts[: bisect.bisect_right(starts, len(self.tokens) - length)]])
+        depths = [depth] + [rng.random() for _ in others]
+        places = [self._nearest(start, room, goal, tolerance) for goal in depths]
         body: list[int] = []
-        at, position = start, 0
+        at, position, set_off = start, 0, 0
         for place, index in sorted((place, index) for index, place in enumerate(places)):
             body += self.tokens[at:place]
             at = place
             after_space = not body or body[-1] in self.after_space
             if index == 0:
                 position = len(head) + len(body)
-            body += forms[index]["" if after_space else " " if place in self._places else "\n"]
+            form = forms[index]["" if after_space else " " if place in self._spaced else "\n"]
+            body += form
+            set_off += len(form)
         # the tokens that shorter forms left over go to the text
         remaining = length - len(head) - len(tail) - len(values[0]) - len(body)
         body += self.tokens[at : at + remaining]
         tokens = head + body + tail
         assert len(tokens) + len(values[0]) == length
-        return Prompt(length, depth, position, tokens, values)
+        return Prompt(length, depth, (places[0] - start) / (len(body) - set_off), position, tokens, values)
 
     def candidates(self, rng: random.Random, kind: str, value: str, count: int) -> list[list[int]]:
         """Token lists of ``count`` different values of one length; the first is ``value``'s."""
@@ -169,12 +187,25 @@ class Haystack:
                 values.append(other)
         raise UsageError(f"needle recall: found {len(values)} of {count} {kind} of {len(values[0])} tokens")
 
-    def _nearest(self, start: int, room: int, depth: float) -> int:
-        """The sentence boundary in [start, start + room] nearest to ``depth``; both ends count as boundaries."""
+    def _nearest(self, start: int, room: int, depth: float, tolerance: float) -> int:
+        """The best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest of any kind; both
+        ends count as sentence boundaries."""
         goal = start + round(depth * room)
-        index = bisect.bisect_left(self.boundaries, goal)
-        near = [place for place in self.boundaries[max(0, index - 1) : index + 1] if start <= place <= start + room]
-        return min([start, start + room, *near], key=lambda place: abs(place - goal))
+        stop = self._near(self.places.characters, start, start + room, start + room)
+        ends = (start, start + room if stop is None else stop)
+        for level in self.places.levels:
+            near = self._near(level, start, start + room, goal)
+            place = min(ends if near is None else (*ends, near), key=lambda place: abs(place - goal))
+            if abs(place - goal) <= tolerance * room:
+                break
+        return place
+
+    @staticmethod
+    def _near(places: Sequence[int], start: int, stop: int, goal: int) -> int | None:
+        """The one of ``places``, ascending, in [start, stop] that is nearest to ``goal``, or None."""
+        index = bisect.bisect_left(places, goal)
+        inside = [place for place in places[max(0, index - 1) : index + 1] if start <= place <= stop]
+        return min(inside, key=lambda place: abs(place - goal), default=None)
 
 
 def needle_recall(
@@ -197,7 +228,8 @@ def needle_recall(
     Args:
         model: a causal language model of transformers' interface, with a cache.
         tokenizer: its tokenizer.
-        text: the haystack; needles go to sentence ends. Nothing is ever truncated.
+        text: the haystack, in any script; needles go to sentence ends where there are some nearby
+            (:meth:`Haystack.prompt`). Nothing is ever truncated.
         lengths: tokens of prompt and value together. depths: 0 is the text's start, 1 its end.
         samples: prompts for each length and depth. The prompts depend on ``seed``, length, depth and index only.
         device: where the model is; its own by default.
@@ -206,7 +238,9 @@ def needle_recall(
 
     Returns:
         ``lengths`` and ``cells`` (length x depth): right, total, fraction, Wilson's 95% interval, the right
-        value's mean log-probability in nats and its mean lead over the best other value; and what was asked for.
+        value's mean log-probability in nats and its mean lead over the best other value; and what was asked for. A
+        prompt counts for the depth that is nearest to the one its needle reached, and a cell's ``reached`` is their
+        mean; a cell without a prompt is left out.
 
     Raises:
         UsageError: a length too short for its needles or longer than the text, or an unknown kind.
@@ -214,9 +248,13 @@ def needle_recall(
     import torch
 
     haystack = Haystack(text, tokenizer)
+    gaps = [b - a for a, b in itertools.pairwise(sorted(depths))]
+    tolerance = min([TOLERANCE, *(gap / 4 for gap in gaps)])
     device = device or next(model.parameters()).device
     prompts = [
-        haystack.prompt(random.Random(f"{seed}/{length}/{depth}/{index}"), length, depth, kind, candidates, needles)
+        haystack.prompt(
+            random.Random(f"{seed}/{length}/{depth}/{index}"), length, depth, kind, candidates, needles, tolerance
+        )
         for length in lengths
         for depth in depths
         for index in range(samples)
@@ -253,6 +291,11 @@ def needle_recall(
             "lead": sum(leads) / len(leads),
         }
 
+    def cell(length: int, depth: float, chosen: list[int]) -> dict[str, Any]:
+        reached = sum(prompts[index].reached for index in chosen) / len(chosen)
+        return {"length": length, "depth": depth, "reached": reached, **summary(chosen)}
+
+    nearest = [min(depths, key=lambda depth: abs(depth - prompt.reached)) for prompt in prompts]
     by_length = {length: [i for i, prompt in enumerate(prompts) if prompt.length == length] for length in lengths}
     return {
         "task": "needle in text, the right value's log-probability among candidates",
@@ -264,9 +307,10 @@ def needle_recall(
         "seed": seed,
         "lengths": [{"length": length, **summary(chosen)} for length, chosen in by_length.items()],
         "cells": [
-            {"length": length, "depth": depth, **summary([i for i in chosen if prompts[i].depth == depth])}
+            cell(length, depth, inside)
             for length, chosen in by_length.items()
             for depth in depths
+            if (inside := [index for index in chosen if nearest[index] == depth])
         ],
     }
 

@@ -49,7 +49,7 @@ def encode(tokenizer: Any, text: Text | str, limit: int | None = None) -> Tokens
     name, string = (text.name, text.text) if isinstance(text, Text) else ("text", text)
     if limit is not None:
         string = _cut(tokenizer, string, limit)
-    ids, spans = _tokenise(tokenizer, string)
+    ids, spans = tokenise(tokenizer, string)
     ends = np.maximum.accumulate(spans[:, 1]) if ids else spans[:, 1]
     if ids:
         ends[-1] = len(string)  # some tokenizers leave white space out of their spans
@@ -74,7 +74,7 @@ def _cut(tokenizer: Any, text: str, limit: int) -> str:
     """The longest beginning of ``text`` found that makes at most ``limit`` tokens."""
     size = min(len(text), 8 * limit + 256)
     while True:
-        ids, spans = _tokenise(tokenizer, text[:size])
+        ids, spans = tokenise(tokenizer, text[:size])
         # tokens near an artificial cut may differ from the whole text's, so more are made than are kept
         if len(ids) > limit + 64 or size == len(text):
             break
@@ -82,12 +82,12 @@ def _cut(tokenizer: Any, text: str, limit: int) -> str:
     if len(ids) <= limit:
         return text
     size = int(spans[:limit, 1].max()) if limit else 0
-    while size and len(_tokenise(tokenizer, text[:size])[0]) > limit:
+    while size and len(tokenise(tokenizer, text[:size])[0]) > limit:
         size -= 1
     return text[:size]
 
 
-def _tokenise(tokenizer: Any, text: str) -> tuple[list[int], np.ndarray]:
+def tokenise(tokenizer: Any, text: str) -> tuple[list[int], np.ndarray]:
     """Token ids and the [N, 2] spans of characters they stand for."""
     if hasattr(tokenizer, "encode_batch") and not hasattr(tokenizer, "convert_ids_to_tokens"):
         encoding = tokenizer.encode(text, add_special_tokens=False)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 
+import numpy as np
 import pytest
 import torch
 
 from surgery.errors import UsageError
 from surgery.evaluation import recall
+from surgery.evaluation.boundaries import boundaries
 from surgery.evaluation.loading import load_tokenizer
 from surgery.evaluation.recall import KINDS, Haystack, needle_recall
 from surgery.evaluation.text import load_text
@@ -57,6 +60,73 @@ def test_depth_moves_the_needle_through_the_text(tokenizer, text):
     haystack = Haystack(text, tokenizer)
     places = [haystack.prompt(random.Random(7), 800, depth, "numbers").position for depth in (0.0, 0.3, 0.6, 1.0)]
     assert places == sorted(places) and places[0] < 40 and places[-1] > 650
+
+
+SCRIPTS = {
+    "chinese": "今天的天气很好，我们去公园散步。他问：“你要来吗？”大家都笑了！",
+    "japanese": "きょうは雨です。あしたは晴れるでしょうか？わかりません。",
+    "hindi": "आज मौसम अच्छा है। हम बाज़ार जाते हैं। क्या तुम आओगे? ",
+    "arabic": "الجو جميل اليوم. هل تأتي معنا؟ نعم، سآتي غدا! ",
+    "urdu": "آج موسم اچھا ہے۔ ہم بازار جاتے ہیں۔ ",
+    "thai without spaces": "วันนี้อากาศดีมากเราจึงไปเดินเล่นที่สวนสาธารณะ",
+    "one line of words": "alpha beta gamma delta epsilon zeta eta theta ",
+    "one line without spaces": "abcdefghijklmnopqrstuvwxyz0123456789",
+    "wrapped lines without sentences": "some words of a line that goes on\nand on without an end\n",
+}
+ENDS = {"chinese": "。？！”", "japanese": "。？", "hindi": "।?", "arabic": ".؟!", "urdu": "۔"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("length", [256, 900])
+def test_needles_lie_where_they_are_said_to_lie_in_any_script(script, length, tokenizer):
+    """The depth is counted again in the finished prompt, from the tokens before the needle."""
+    unit = SCRIPTS[script]
+    haystack = Haystack(unit * (40 * length // len(tokenizer.encode(unit))), tokenizer)
+    head = len(tokenizer.encode(recall.introduction("numbers"))) + (tokenizer.bos_token_id is not None)
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        prompt = haystack.prompt(random.Random(f"{script} {depth}"), length, depth, "numbers")
+        assert len(prompt.tokens) + len(prompt.values[0]) == length
+        before = prompt.position - head
+        key = tokenizer.decode(prompt.tokens).rpartition(" for ")[2].partition(" is:")[0]
+        needle = recall.statement("numbers", key, tokenizer.decode(prompt.values[0]).strip())
+        tail = len(tokenizer.encode(recall.question("numbers", key)))
+        around = [len(tokenizer.encode(form)) for form in (f"{needle}\n", f" {needle}", f"\n{needle}\n")]
+        text = len(prompt.tokens) - head - tail
+        assert before / (text - min(around)) <= prompt.reached <= before / (text - max(around))
+        assert abs(prompt.reached - depth) <= recall.TOLERANCE + 0.02
+        written = tokenizer.decode(prompt.tokens[: prompt.position])
+        assert "\ufffd" not in written  # no character is cut in two before the needle
+        if 0 < depth < 1 and script in ENDS and length == 900:  # 256 tokens hold too few of these sentences
+            assert written.rstrip()[-1] in ENDS[script]
+        if 0 < depth < 1 and script == "one line of words":
+            assert written.endswith(tuple(unit.split()))
+
+
+def test_no_cut_takes_a_combining_mark_from_its_letter(tokenizer):
+    haystack = Haystack("เมื่อคืนนี้ฝนตกหนักมากที่กรุงเทพฯ नमस्ते दुनिया " * 20, tokenizer)
+    assert len(haystack.places.characters) > 300
+    for index in haystack.places.characters:
+        following = tokenizer.decode(haystack.tokens[index : index + 12]).lstrip()
+        assert unicodedata.category(following[0])[0] in "LPZ"
+
+
+def test_cells_tell_the_depth_that_was_reached(tokenizer, model):
+    """A text that is one long word between two sentences: needles stand between its characters."""
+    text = "A start. " + "abcdefghij" * 4000
+    found = needle_recall(model, tokenizer, text, (256,), (0.0, 0.5, 1.0), 2)
+    assert [cell["depth"] for cell in found["cells"]] == [0.0, 0.5, 1.0]
+    for cell in found["cells"]:
+        assert cell["total"] == 2 and abs(cell["reached"] - cell["depth"]) < 0.05
+
+
+def test_places_between_tokens():
+    """Sentence ends, white space and characters, for tokens that leave white space out or hold parts of a character."""
+    text = "v1.2 is out. So? 好。是 e\u0301a"
+    spans = [(0, 4), (5, 7), (8, 11), (11, 12), (13, 16), (17, 18), (17, 18), (18, 19), (19, 20), (21, 22), (22, 24)]
+    places = boundaries(text, np.array(spans))
+    assert places.sentences == [4, 5, 8]  # after "out.", after "So?", after the full-width stop
+    assert places.spaces == [1, 2, 4, 5, 8, 9]
+    assert places.characters == [1, 2, 3, 4, 5, 7, 8, 9]  # not inside 好, not before the accent
 
 
 def test_prompts_depend_on_the_seed_alone(tokenizer, text):
