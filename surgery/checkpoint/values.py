@@ -21,6 +21,7 @@ from surgery.errors import UsageError
 # Trained weights fit into half precision, whose largest number is 65504, by orders of magnitude; float32 is exceeded
 # when a value of 1.8e19 is squared.
 LARGEST = 1.0e6
+LARGEST_EXPONENT = 80.0  # of what a model takes the exponential of: float32 ends at 88.7
 BLOCK = 2**24  # bytes read at once
 
 
@@ -29,7 +30,7 @@ class Extreme:
     """The value of a tensor that is furthest from 0; the first that is not finite, where one is not.
 
     Attributes:
-        index: its place in the flattened tensor. wrong: how many values are not finite or above :data:`LARGEST`.
+        index: its place in the flattened tensor. wrong: how many values are not finite or beyond :func:`limit_of`.
         shape: the tensor's.
     """
 
@@ -38,6 +39,11 @@ class Extreme:
     index: int
     wrong: int
     shape: tuple[int, ...]
+
+    @property
+    def limit(self) -> float:
+        """The magnitude from which on a value is wrong."""
+        return limit_of(self.name)
 
     @property
     def place(self) -> list[int]:
@@ -50,6 +56,13 @@ class Extreme:
 
     def __str__(self) -> str:
         return f"{self.name} holds {self.value:.4g} at {self.place}"
+
+
+def limit_of(name: str) -> float:
+    """The largest magnitude that a tensor of that name may hold."""
+    leaf = name.rpartition(".")[2]
+    exponent = leaf in ("A_log", "Ip_log") or leaf.startswith("log_")
+    return LARGEST_EXPONENT if exponent else LARGEST
 
 
 def check_values(checkpoint: Checkpoint, unused: Callable[[str], bool] | None = None) -> None:
@@ -70,10 +83,12 @@ def check_values(checkpoint: Checkpoint, unused: Callable[[str], bool] | None = 
     one = next((one for one in wrong if not math.isfinite(one.value)), wrong[0])
     entry = checkpoint.tensors[one.name]
     place = Path(origin(checkpoint.directory).get("from") or checkpoint.directory) / entry.shard
-    if math.isfinite(one.value):
-        what = f"{one.wrong} of its {entry.numel} values above {LARGEST:.0e}, which no trained weight reaches"
+    if not math.isfinite(one.value):
+        what = f"{one.wrong} of its {entry.numel} values not finite or beyond {one.limit:g}"
+    elif one.limit == LARGEST:
+        what = f"{one.wrong} of its {entry.numel} values beyond {one.limit:g}, which no trained weight reaches"
     else:
-        what = f"{one.wrong} of its {entry.numel} values not finite or above {LARGEST:.0e}"
+        what = f"{one.wrong} of its {entry.numel} values beyond {one.limit:g}, where their exponential overflows"
     others = f"; {len(wrong) - 1} more tensors likewise" if len(wrong) > 1 else ""
     raise UsageError(
         f"{place}: {one}, with {what}{others}\n"
@@ -112,15 +127,15 @@ def _scan(file: Path, *_: int) -> tuple[Extreme, ...]:
                 continue
             start, stop = entry["data_offsets"]
             stream.seek(8 + length + start)
-            dtype, size = dtypes[entry["dtype"]], ITEM_BYTES[entry["dtype"]]
+            dtype, size, limit = dtypes[entry["dtype"]], ITEM_BYTES[entry["dtype"]], limit_of(name)
             value, index, wrong, done = 0.0, 0, 0, 0
             while done < stop - start:
                 block = bytearray(stream.read(min(BLOCK, stop - start - done)))
                 values = torch.frombuffer(block, dtype=dtype)
                 low, high = (float(end) for end in values.aminmax())  # NaN where one value is
                 worst = high if abs(high) >= abs(low) else low
-                if not -LARGEST <= low <= high <= LARGEST:
-                    bad = ~(values.abs() <= LARGEST)  # NaN compares false
+                if not -limit <= low <= high <= limit:
+                    bad = ~(values.double().abs() <= limit)  # NaN compares false; half precision has no 1e6
                     infinite = (~values.isfinite()).nonzero()
                     wrong += int(bad.sum())
                     if infinite.numel() and math.isfinite(value):

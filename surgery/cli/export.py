@@ -79,7 +79,7 @@ def export(
             progress=bars,
         )
     for warning in done.warnings:
-        err.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+        err.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
     if write_json(done.as_dict(), json_target):
         return
     table = Table(box=None, pad_edge=False, show_header=False)

@@ -137,7 +137,7 @@ def stream_losses(
             if progress is not None:
                 progress(targets.numel())
     nll = torch.cat(parts)
-    _check_finite(nll, model, lambda bad: tokens.ids[max(0, bad + 1 - segment) : bad + 1][None], name)
+    _check_finite(nll, model, lambda bad: tokens.ids[bad // segment * segment :][None, :segment], name)
     position = torch.arange(1, len(tokens))
     return Losses(nll, position, torch.zeros_like(position), tokens.num_bytes(1))
 

@@ -105,7 +105,7 @@ def test_needles_lie_where_they_are_said_to_lie_in_any_script(script, length, to
 def test_no_cut_takes_a_combining_mark_from_its_letter(tokenizer):
     haystack = Haystack("เมื่อคืนนี้ฝนตกหนักมากที่กรุงเทพฯ नमस्ते दुनिया " * 20, tokenizer)
     assert len(haystack.places.characters) > 300
-    for index in haystack.places.characters:
+    for index in haystack.places.characters[:-12]:
         following = tokenizer.decode(haystack.tokens[index : index + 12]).lstrip()
         assert unicodedata.category(following[0])[0] in "LPZ"
 
