@@ -19,7 +19,7 @@ def strict(value: Any) -> Any:
 
 
 def shown(value: float | None, digits: int) -> str:
-    """A figure of a report that may have been read back from JSON, which has null for one that is not finite."""
+    """Write a figure of a report that may have been read back from JSON, which has null for one that is not finite."""
     return "inf" if value is None else f"{value:.{digits}f}"
 
 

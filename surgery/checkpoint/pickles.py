@@ -27,6 +27,7 @@ INDEX = "pytorch_model.bin.index.json"
 FORGET = 1 << 28  # bytes written between two times that the pickle's pages are let go
 DONTNEED = 4  # madvise's
 RECORD = "converted.json"  # beside the converted weights: where they come from
+CONVERSION = "2"  # changes with what a conversion keeps, so that an earlier one is not taken for it
 _allowed: ContextVar[bool] = ContextVar("allow_pickle", default=False)
 
 
@@ -130,7 +131,7 @@ def origin(directory: Path) -> dict[str, Any]:
 
 
 def _key(files: list[Path]) -> str:
-    parts = []
+    parts = [CONVERSION]
     for file in files:
         status = file.resolve().stat()
         parts.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}")
@@ -181,7 +182,7 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
 
 
 def _repeats(tensors: Mapping[str, Tensor], name: str, ties: Mapping[str, str]) -> bool:
-    """Whether a tensor is tied to another of the same file and holds the same values."""
+    """Return whether a tensor is tied to another of the same file and holds the same values."""
     import torch
 
     other = tensors.get(ties.get(name, ""))

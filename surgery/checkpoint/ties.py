@@ -1,4 +1,4 @@
-"""Tied heads as the weights have them: a configuration may call a head tied that the checkpoint holds on its own.
+"""Tell tied heads by the weights: a configuration may call a head tied that the checkpoint holds on its own.
 
 transformers ties two tensors only where the checkpoint holds one of them, or both with the same values. A head of its
 own beside ``tie_word_embeddings: true`` is loaded as it is, and so it is treated here from apply to export.
@@ -12,12 +12,12 @@ from surgery.checkpoint.reading import Checkpoint
 
 
 def held_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> dict[str, str]:
-    """Those of the configuration's ``ties`` (name -> the name whose tensor it shares) that the weights confirm."""
+    """Return those of the configuration's ``ties`` (name -> the name whose tensor it shares) that the weights confirm."""
     return {name: source for name, source in ties.items() if not is_own(checkpoint, name, source)}
 
 
 def is_own(checkpoint: Checkpoint, name: str, source: str) -> bool:
-    """Whether ``checkpoint`` holds both tensors, with different values."""
+    """Return whether ``checkpoint`` holds both tensors, with different values."""
     import torch
 
     if name not in checkpoint.tensors or source not in checkpoint.tensors:
@@ -28,7 +28,7 @@ def is_own(checkpoint: Checkpoint, name: str, source: str) -> bool:
 
 
 def own_head(checkpoint: Checkpoint, ties: Mapping[str, str]) -> str | None:
-    """One line about a head that the configuration calls tied and the weights do not, None where there is none."""
+    """Return one line about a head that the configuration calls tied and the weights do not, None where there is none."""
     for name, source in ties.items():
         if is_own(checkpoint, name, source):
             return (

@@ -1,4 +1,4 @@
-"""Weights that no model can compute with: not finite, or too large to have been trained.
+"""Find weights that no model can compute with: not finite, or too large to have been trained.
 
     check_values(open_checkpoint(directory))
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from surgery.checkpoint.reading import DTYPE_NAMES, ITEM_BYTES, Checkpoint
+from surgery.checkpoint.reading import DTYPE_NAMES, ITEM_BYTES, Checkpoint, open_checkpoint
 from surgery.errors import UsageError
 
 # Trained weights fit into half precision, whose largest number is 65504, by orders of magnitude; float32 is exceeded
@@ -27,7 +27,7 @@ BLOCK = 2**24  # bytes read at once
 
 @dataclass(frozen=True)
 class Extreme:
-    """The value of a tensor that is furthest from 0; the first that is not finite, where one is not.
+    """Describes a tensor's value furthest from 0, or its first that is not finite.
 
     Attributes:
         index: its place in the flattened tensor. wrong: how many values are not finite or beyond :func:`limit_of`.
@@ -42,12 +42,12 @@ class Extreme:
 
     @property
     def limit(self) -> float:
-        """The magnitude from which on a value is wrong."""
+        """Return the magnitude beyond which a value is wrong."""
         return limit_of(self.name)
 
     @property
     def place(self) -> list[int]:
-        """The index in each dimension."""
+        """Return the index in each dimension."""
         place, rest = [], self.index
         for size in reversed(self.shape):
             rest, here = divmod(rest, size)
@@ -59,7 +59,7 @@ class Extreme:
 
 
 def limit_of(name: str) -> float:
-    """The largest magnitude that a tensor of that name may hold."""
+    """Return the largest magnitude that a tensor of that name may hold."""
     leaf = name.rpartition(".")[2]
     exponent = leaf in ("A_log", "Ip_log") or leaf.startswith("log_")
     return LARGEST_EXPONENT if exponent else LARGEST
@@ -82,7 +82,7 @@ def check_values(checkpoint: Checkpoint, unused: Callable[[str], bool] | None = 
         return
     one = next((one for one in wrong if not math.isfinite(one.value)), wrong[0])
     entry = checkpoint.tensors[one.name]
-    place = Path(origin(checkpoint.directory).get("from") or checkpoint.directory) / entry.shard
+    place = origin(checkpoint.directory).get("from") or checkpoint.directory / entry.shard  # not a converted copy
     if not math.isfinite(one.value):
         what = f"{one.wrong} of its {entry.numel} values not finite or beyond {one.limit:g}"
     elif one.limit == LARGEST:
@@ -97,15 +97,13 @@ def check_values(checkpoint: Checkpoint, unused: Callable[[str], bool] | None = 
 
 
 def largest_weight(directory: Path) -> str:
-    """The checkpoint's value furthest from 0 in words, where a result overflows although every weight is finite."""
-    from surgery.checkpoint.reading import open_checkpoint
-
+    """Name the checkpoint's value furthest from 0, for where a result overflows although every weight is finite."""
     found = max(extremes(open_checkpoint(directory)), key=lambda one: abs(one.value), default=None)
     return f"the largest weight of {directory}: {found}" if found is not None else f"{directory} holds no weights"
 
 
 def extremes(checkpoint: Checkpoint) -> Iterable[Extreme]:
-    """Each floating-point tensor's extreme value, file by file."""
+    """Yield each floating-point tensor's extreme value, file by file."""
     for shard in checkpoint.shards:
         file = (checkpoint.directory / shard).resolve()
         status = file.stat()
@@ -114,7 +112,7 @@ def extremes(checkpoint: Checkpoint) -> Iterable[Extreme]:
 
 @lru_cache(maxsize=256)
 def _scan(file: Path, *_: int) -> tuple[Extreme, ...]:
-    """The extremes of one file; the other arguments tell files apart that came to lie at the same place."""
+    """Return the extremes of one file; the other arguments tell files apart that came to lie at the same place."""
     import torch
 
     dtypes = {stored: getattr(torch, name) for name, stored in DTYPE_NAMES.items()}

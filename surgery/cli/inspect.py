@@ -28,7 +28,12 @@ def inspect(
     text: Annotated[str | None, typer.Option("--text", metavar="FILE|bundled", help=TEXT_HELP)] = None,
     tokens: Annotated[str, typer.Option("--tokens", metavar="N", help="Read at most this many: 64k.")] = "64k",
     metric: Annotated[
-        str, typer.Option("--metric", metavar="mean|log-mean|median", help="What ranks the layers.")
+        str,
+        typer.Option(
+            "--metric",
+            metavar="mean|log-mean|median",
+            help="Ranks the layers; the choice is ours: the paper's only aggregate is the mean of log N_t (log-mean).",
+        ),
     ] = "mean",
     top: Annotated[int | None, typer.Option("--top", metavar="K", help="Mark the K first.")] = None,
     static: Annotated[

@@ -1,5 +1,5 @@
-"""Places where another text can be put between two tokens, in any script: after a sentence or a line, at white space,
-between characters.
+"""Find places where another text can be put between two tokens, in any script: after a sentence or a line, at white
+space, between characters.
 
 Sentences end where Unicode's sentence breaking (UAX #29) has a terminator: ``.`` and ``。``, ``।``, ``۔``, ``።`` and so
 on, with closing quotes and brackets behind it. A terminator of ASCII ends one only before white space, so that numbers
@@ -20,7 +20,7 @@ JOINERS = ("\u200c", "\u200d")  # written between letters that belong together
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Indices of the tokens before which a cut is clean, each list within the next.
+    """Lists the indices of tokens before which a cut is clean, each list within the next.
 
     Attributes:
         sentences: after a sentence's end or a line's. spaces: at white space. characters: not inside a character, and
@@ -33,12 +33,12 @@ class Boundaries:
 
     @property
     def levels(self) -> tuple[list[int], ...]:
-        """The lists, the best places first."""
+        """Return the lists, the best places first."""
         return self.sentences, self.spaces, self.characters
 
     @property
     def best(self) -> list[int]:
-        """The best list that holds a place."""
+        """Return the best list that holds a place."""
         return next((level for level in self.levels if level), [])
 
 
@@ -57,7 +57,7 @@ def boundaries(text: str, spans: np.ndarray) -> Boundaries:
     sentence, space = _sentence_ends(text), _spaces(text)
 
     def indices(marked: np.ndarray) -> list[int]:
-        """The clean cuts with a marked place of the text in them."""
+        """Return the clean cuts with a marked place of the text in them."""
         counts = np.concatenate([[0], np.cumsum(marked)])
         inside = counts[np.clip(after, 0, len(text)) + 1] > counts[np.clip(before, 0, len(text))]
         return (np.flatnonzero(clean & inside) + 1).tolist()
@@ -66,7 +66,7 @@ def boundaries(text: str, spans: np.ndarray) -> Boundaries:
 
 
 def _sentence_ends(text: str) -> np.ndarray:
-    """[len(text) + 1] bool: places after a sentence, in the white space that follows it, and after a line."""
+    """[len(text) + 1] bool: mark places after a sentence, in the white space that follows it, and after a line."""
     marked = np.zeros(len(text) + 1, dtype=bool)
     for match in ENDS.finditer(text):
         if not match.group(1).isascii() or match.group(2):
@@ -76,7 +76,7 @@ def _sentence_ends(text: str) -> np.ndarray:
 
 
 def _spaces(text: str) -> np.ndarray:
-    """[len(text) + 1] bool: places beside white space."""
+    """[len(text) + 1] bool: mark places beside white space."""
     marked = np.zeros(len(text) + 1, dtype=bool)
     for match in regex.finditer(r"\s+", text):
         marked[match.start() : match.end() + 1] = True
@@ -84,7 +84,7 @@ def _spaces(text: str) -> np.ndarray:
 
 
 def _separable(text: str) -> np.ndarray:
-    """[len(text) + 1] bool: places that do not separate a character from its combining marks or its joiner."""
+    """[len(text) + 1] bool: mark places that do not separate a character from its combining marks or its joiner."""
     free = np.ones(len(text) + 1, dtype=bool)
     kinds = {character: unicodedata.category(character)[0] == "M" or character in JOINERS for character in set(text)}
     if any(kinds.values()):

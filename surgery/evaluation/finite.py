@@ -1,4 +1,4 @@
-"""Where a forward pass leaves the finite numbers, and how a figure that overflows is written."""
+"""Find where a forward pass leaves the finite numbers, and put an overflow into words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surgery.checkpoint.values import largest_weight
 
 
 def overflow_note(perplexities: dict[str, float | None], nats: dict[str, float], directory: Path | None) -> str | None:
-    """One line about the perplexities that are not finite, None where all are.
+    """Return one line about the perplexities that are not finite, None where all are.
 
     Args:
         perplexities, nats: model -> its perplexity, and its mean loss per token.
@@ -61,7 +61,7 @@ def first_nonfinite(model: nn.Module, ids: Tensor) -> str:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a module's output."""
+    """Yield the floating-point tensors in a module's output."""
     if torch.is_tensor(output):
         if output.is_floating_point():
             yield output

@@ -81,7 +81,7 @@ class Losses:
 
 
 def perplexity(nats: float) -> float:
-    """exp of a mean loss; infinity where that is more than a float holds."""
+    """Return exp of a mean loss; infinity where that is more than a float holds."""
     try:
         return math.exp(nats)
     except OverflowError:

@@ -188,7 +188,7 @@ class Haystack:
         raise UsageError(f"needle recall: found {len(values)} of {count} {kind} of {len(values[0])} tokens")
 
     def _nearest(self, start: int, room: int, depth: float, tolerance: float) -> int:
-        """The best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest of any kind; both
+        """Return the best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest of any kind; both
         ends count as sentence boundaries."""
         goal = start + round(depth * room)
         stop = self._near(self.places.characters, start, start + room, start + room)
@@ -202,7 +202,7 @@ class Haystack:
 
     @staticmethod
     def _near(places: Sequence[int], start: int, stop: int, goal: int) -> int | None:
-        """The one of ``places``, ascending, in [start, stop] that is nearest to ``goal``, or None."""
+        """Return the one of ``places``, ascending, in [start, stop] that is nearest to ``goal``, or None."""
         index = bisect.bisect_left(places, goal)
         inside = [place for place in places[max(0, index - 1) : index + 1] if start <= place <= stop]
         return min(inside, key=lambda place: abs(place - goal), default=None)

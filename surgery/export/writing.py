@@ -118,7 +118,7 @@ def write_export(
 
 
 def _cast(source: Source, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the checkpoint in ``dtype``.
+    """Return a tensor of the checkpoint in ``dtype``.
 
     Raises:
         JobError: a value is beyond the dtype's range.

@@ -41,7 +41,8 @@ class LayerHorizon:
     unless said otherwise.
 
     Attributes:
-        mean: arithmetic mean of N_t. log_mean: exp of the mean of log N_t. median, p10, p90: quantiles, to 0.3%.
+        mean: arithmetic mean of N_t. log_mean: exp of the mean of log N_t, the paper's only aggregate.
+        median, p10, p90: quantiles, to 0.3%.
         alpha: mean of alpha_t. capped: share of values at the cap.
         heads: mean of N_t over tokens, a head. heads_log_mean: the same for the log-mean.
         tokens: tokens read; None for the estimate without data.

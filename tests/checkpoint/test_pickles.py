@@ -88,6 +88,18 @@ def test_a_conversion_holds_the_pickles_tensors(base, cache, model):
         assert torch.equal(hosts.load_model(directory)(text).logits, model(text).logits)
 
 
+def test_a_head_of_its_own_stays_beside_a_configuration_that_ties_it(base, cache, model):
+    state = model.state_dict()
+    state["lm_head.weight"] = torch.randn_like(state["lm_head.weight"])
+    torch.save(state, base / "pytorch_model.bin")
+    with pickles_allowed():
+        directory = hosts.resolve(str(base))
+    assert torch.equal(open_checkpoint(directory).read("lm_head.weight"), state["lm_head.weight"])
+    loaded = hosts.load_model(directory).state_dict()
+    for name in ("lm_head.weight", "backbone.embedding.weight"):
+        assert torch.equal(loaded[name], state[name])
+
+
 def test_it_is_converted_once_and_again_when_it_changes(base, cache, model, monkeypatch):
     with pickles_allowed():
         first = unpickled(base)
