@@ -12,7 +12,7 @@ from surgery.checkpoint.reading import Checkpoint
 
 
 def held_ties(checkpoint: Checkpoint, ties: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the configuration's ``ties`` (name -> the name whose tensor it shares) that the weights confirm."""
+    """Return those of the configuration's ``ties``, name -> the name whose tensor it shares, which hold."""
     return {name: source for name, source in ties.items() if not is_own(checkpoint, name, source)}
 
 
@@ -28,7 +28,7 @@ def is_own(checkpoint: Checkpoint, name: str, source: str) -> bool:
 
 
 def own_head(checkpoint: Checkpoint, ties: Mapping[str, str]) -> str | None:
-    """Return one line about a head that the configuration calls tied and the weights do not, None where there is none."""
+    """Return one line about a head that the configuration calls tied and the weights do not, or None."""
     for name, source in ties.items():
         if is_own(checkpoint, name, source):
             return (

@@ -188,8 +188,10 @@ class Haystack:
         raise UsageError(f"needle recall: found {len(values)} of {count} {kind} of {len(values[0])} tokens")
 
     def _nearest(self, start: int, room: int, depth: float, tolerance: float) -> int:
-        """Return the best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest of any kind; both
-        ends count as sentence boundaries."""
+        """Return the best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest of any kind.
+
+        Both ends count as sentence boundaries.
+        """
         goal = start + round(depth * room)
         stop = self._near(self.places.characters, start, start + room, start + room)
         ends = (start, start + room if stop is None else stop)
