@@ -188,7 +188,7 @@ class Haystack:
         raise UsageError(f"needle recall: found {len(values)} of {count} {kind} of {len(values[0])} tokens")
 
     def _nearest(self, start: int, room: int, depth: float, tolerance: float) -> int:
-        """Return the best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest of any kind.
+        """Return the best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest at all.
 
         Both ends count as sentence boundaries.
         """
