@@ -94,7 +94,7 @@ def distill(
         save_every=save_every,
         recompute=recompute,
         watchers=lambda title: [ProgressBar(title)],
-        say=lambda text: err.print(text, style="dim", highlight=False) if main else None,
+        say=lambda text: err.print(text, style="dim", highlight=False, soft_wrap=True) if main else None,
         measuring=progress_bars,
     )
     result = run_recipe(
