@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from surgery.cli.common import JsonOption, err, out, write_json
+from surgery.cli.reproduce_operation import operation
 
 
 def collision(
@@ -72,4 +73,5 @@ def register(app: typer.Typer) -> None:
         """
 
     group.command()(collision)
+    group.command()(operation)
     app.add_typer(group, name="reproduce")

@@ -48,10 +48,16 @@ class AssociativeRecall:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise UsageError(f"--task {self.task}: choose one of {', '.join(TASKS)}")
-        if not 0 < self.pairs < self.vocabulary // 2:
-            raise UsageError(f"--pairs {self.pairs}: a vocabulary of {self.vocabulary} holds fewer than that many keys")
+        if self.pairs < 1:
+            raise UsageError(f"--pairs {self.pairs}: use 1 or more")
+        needed = 2 * max(self.pairs + 1, self.pairs + self.rewritten)  # token 0 is no key
+        if self.vocabulary < needed:
+            raise UsageError(f"--vocabulary {self.vocabulary}: {self.pairs} pairs of {self.task} need {needed} tokens")
+        if self.task == "update" and not 0 < self.rewritten <= self.pairs:
+            raise UsageError(f"--updated {self.updated}: of {self.pairs} keys, a share that rewrites at least one")
         if self.length is not None and self.length < self.context + 2 * self.pairs:
-            raise UsageError(f"--length {self.length}: {self.pairs} pairs and their queries need more")
+            needed = self.context + 2 * self.pairs
+            raise UsageError(f"--length {self.length}: {self.pairs} pairs and their queries need {needed} tokens")
 
     @property
     def rewritten(self) -> int:
