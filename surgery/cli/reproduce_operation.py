@@ -11,8 +11,8 @@ from surgery.cli.common import DeviceOption, JsonOption
 
 # what --quick puts in place of the defaults: a study of minutes on two CPU cores
 QUICK: dict[str, Any] = {
-    "pairs": 8, "vocabulary": 64, "steps": 600, "adapt": 150, "batch": 32, "tested": 512, "control_rates": (1e-3,),
-    "seeds": (0, 1), "every_host": True,
+    "pairs": 8, "vocabulary": 64, "steps": 400, "adapt": 100, "batch": 32, "tested": 512, "host_rate": 3e-3,
+    "control_rates": (1e-3,), "seeds": (0, 1), "every_host": True,
 }  # fmt: skip
 MOST_QUICK_PAIRS = 16
 
@@ -50,6 +50,9 @@ def operation(
         Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Keep each job's result here, and go on from them."),
     ] = None,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Run nothing: show what --output holds, also while others still run.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option(help="How many jobs run at once. Default: 1; 2 with --quick.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the differences to the control.")] = None,
     device: DeviceOption = "auto",
@@ -91,6 +94,8 @@ def operation(
     study = Study(**settings)
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs {jobs}: use 1 or more")
+    if summary and output is None:
+        raise UsageError("--summary: name the results with --output")
     if plot is not None:
         results.check_picture(plot)
     where = pick_device(device)
@@ -104,7 +109,7 @@ def operation(
             err.print(f"{done}/{total} {line}", style="dim", highlight=False)
 
         workers = jobs or (2 if quick else 1)
-        result = job.run(study, Path(folder), device=where, jobs=workers, progress=progress)
+        result = job.run(study, Path(folder), device=where, jobs=workers, summary=summary, progress=progress)
     if plot is not None:
         results.plot(result, plot)
         err.print(f"wrote {plot}", highlight=False)

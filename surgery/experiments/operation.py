@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
@@ -33,7 +33,8 @@ from surgery.experiments.recall_training import training
 from surgery.experiments.study import Job, Study, counts, read
 from surgery.results import json_text, strict
 
-Wanted = Callable[[bool], Iterable[Job]]
+STUDY = "study.json"  # what the results of a folder have in common
+Following = Callable[[], Job | None]
 Finish = Callable[[Job, dict[str, Any] | None], None]
 
 
@@ -43,12 +44,14 @@ def run(
     *,
     device: str = "cpu",
     jobs: int = 1,
+    summary: bool = False,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> dict[str, Any]:
     """Run what ``folder`` does not hold yet, and summarise. Several processes may run on the same folder at once.
 
     Args:
         jobs: how many run at once: in processes on a CPU, on streams of this process on a GPU.
+        summary: run nothing, and summarise what is there.
         progress: called with jobs done, all jobs, and the last one's line.
 
     Returns:
@@ -58,7 +61,11 @@ def run(
         UsageError: the folder holds results of other settings.
         JobError: a job failed; what was finished stays.
     """
+    if summary and not (folder / STUDY).is_file():
+        raise UsageError(f"--output {folder}: holds no {STUDY}, so no results of this command")
     _claim(study, folder)
+    if summary:
+        return summarise(study, folder)
     ready = deque(Job(seed) for seed in study.seeds)
     done, total = 0, len(study.seeds) * (1 + len(study.adaptations(0)))
 
@@ -79,36 +86,35 @@ def run(
         if progress is not None:
             progress(done, total, line + (", not finite" if "not_finite" in result else ""))
 
-    def wanted(room: bool) -> Iterator[Job]:
-        """The jobs that have no result yet, as long as there is room for one."""
-        while ready and room:
+    def following() -> Job | None:
+        """The next job that has no result yet."""
+        while ready:
             job = ready.popleft()
             known = read(folder, job)
             if known is None:
-                yield job
-                return
+                return job
             finish(job, known)
+        return None
 
     if device == "cuda":
-        _on_streams(study, folder, wanted, finish, jobs)
+        _on_streams(study, folder, following, finish, jobs)
     elif jobs > 1:
-        _in_processes(study, folder, wanted, finish, jobs)
+        _in_processes(study, folder, following, finish, jobs)
     else:
-        while ready:
-            for job in wanted(True):
-                finish(job, work(study, job, str(folder), device))
+        while (job := following()) is not None:
+            finish(job, work(study, job, str(folder), device))
     return summarise(study, folder)
 
 
-def _in_processes(study: Study, folder: Path, wanted: Wanted, finish: Finish, jobs: int) -> None:
+def _in_processes(study: Study, folder: Path, following: Following, finish: Finish, jobs: int) -> None:
     """Run jobs in processes of a CPU."""
     waiting: dict[Future, Job] = {}
     threads = max(1, (os.cpu_count() or 1) // jobs)
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (threads,))
     try:
         while True:
-            while found := list(wanted(len(waiting) < jobs)):
-                waiting[pool.submit(work, study, found[0], str(folder), "cpu")] = found[0]
+            while len(waiting) < jobs and (job := following()) is not None:
+                waiting[pool.submit(work, study, job, str(folder), "cpu")] = job
             if not waiting:
                 return
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
@@ -122,14 +128,14 @@ def _in_processes(study: Study, folder: Path, wanted: Wanted, finish: Finish, jo
         pool.shutdown(cancel_futures=True)
 
 
-def _on_streams(study: Study, folder: Path, wanted: Wanted, finish: Finish, jobs: int) -> None:
+def _on_streams(study: Study, folder: Path, following: Following, finish: Finish, jobs: int) -> None:
     """Run jobs on streams of one process: small kernels of several then run at once, which processes would not."""
     import torch
 
     running: list[tuple[Job, Any, torch.cuda.Stream]] = []
     while True:
-        while found := list(wanted(len(running) < jobs)):
-            running.append((found[0], working(study, found[0], folder, "cuda"), torch.cuda.Stream()))
+        while len(running) < jobs and (job := following()) is not None:
+            running.append((job, working(study, job, folder, "cuda"), torch.cuda.Stream()))
         if not running:
             return
         for one in list(running):
@@ -168,14 +174,20 @@ def working(study: Study, job: Job, place: Path, device: str) -> Generator[None,
 
 
 def _claim(study: Study, folder: Path) -> None:
+    """Make ``folder`` the study's, or refuse one that is another's."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output {folder}: is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "study.json"
+    path = folder / STUDY
     fixed = strict(study.fixed())
     if not path.exists():
         if any(entry.name[0] != "." for entry in folder.iterdir()):
-            raise UsageError(f"--output {folder}: holds files but no study.json; name a new or empty folder")
+            raise UsageError(f"--output {folder}: holds files but no {STUDY}; name a new or empty folder")
         write_atomic(path, json_text(fixed) + "\n")
-    known = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        known = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise UsageError(f"{path}: does not say what the results beside it are of; name a new --output") from None
     for key, value in fixed.items():
         if known.get(key) != value:
             raise UsageError(f"--output {folder}: holds results with {key} {known.get(key)}, not {value}; name another")

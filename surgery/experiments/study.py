@@ -143,7 +143,10 @@ class Study:
         if len({arm.name for arm in self.arms}) < len(self.arms):
             raise UsageError("--arm: two arms have the same name")
         self.recall()
-        self.harder()
+        try:
+            self.harder()
+        except UsageError as error:
+            raise UsageError(f"{error} (the harder test has {BEYOND:g} times the pairs)") from None
 
     def recall(self) -> AssociativeRecall:
         """Return the task that is trained and tested."""

@@ -51,6 +51,11 @@ def test_quick_prints_the_difference_and_its_interval(run, tmp_path):
     assert "of 2 hosts count" in result.stdout
     again = run(*arguments, "--json", "-")
     assert json.loads(again.stdout) == written  # from the files
+    for path in folder.glob("seed1-*0.001-8.json"):
+        path.unlink()
+    rest = json.loads(run(*arguments, "--summary", "--json", "-").stdout)["rows"][0]["readings"]
+    assert rest["2 x steps"]["every"]["seeds"] == [0] and rest["as trained"]["every"]["seeds"] == [0, 1]
+    assert not list(folder.glob("seed1-*0.001-8.json"))
 
 
 def test_quick_stays_small():
@@ -81,6 +86,8 @@ def test_seeds_are_lists_and_ranges():
         (("--tested", "0"), "--tested 0"),
         (("--jobs", "0"), "--jobs 0"),
         (("--arm", "x:rule=bayesian", "--arm", "x:rule=palimpsa"), "--arm"),
+        (("--summary",), "--summary"),
+        (("--summary", "--output", "nothing"), "holds no study.json"),
         (("--plot", "/nowhere/x.png"), "--plot"),
         (("--plot", "picture.txt"), "--plot"),
     ),
@@ -98,6 +105,14 @@ def test_a_folder_of_other_files_is_left_alone(run, tmp_path):
     error = run(*TINY, "--output", str(tmp_path)).exception
     assert isinstance(error, UsageError) and "no study.json" in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_output_that_is_no_study_is_refused(run, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    assert "is a file" in str(run(*TINY, "--output", str(file)).exception)
+    (tmp_path / "study.json").write_text("[1")
+    assert "does not say" in str(run(*TINY, "--output", str(tmp_path)).exception)
 
 
 def test_the_help_shows_examples(run):
