@@ -157,7 +157,7 @@ def print_result(result: dict[str, Any]) -> None:
     out.print()
     groups = ["counted", *(["every"] if study["every_host"] else [])]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("arm", "read", "hosts", "control", "operated", "gain", "95% interval"):
+    for heading in ("arm", "read", "hosts", "control", "its rate", "operated", "gain", "95% interval"):
         table.add_column(heading, justify="left" if heading in ("arm", "read", "hosts") else "right", no_wrap=True)
     for row in result["rows"]:
         for reading, groups_of in row["readings"].items():
@@ -171,17 +171,26 @@ def print_result(result: dict[str, Any]) -> None:
         f"{len(result['counted'])} of {len(result['hosts'])} hosts count: at least 0.7, and less than 0.01 gained in "
         "the last quarter of their training.",
         "Accuracy of answers. The control is the host with its own rule at the best of its learning rates; the "
-        "interval is Student's t of the paired difference over hosts.",
+        "interval is Student's t of the paired difference over the hosts that count, or all.",
     ]
-    failed = {row["arm"]["name"] for row in result["rows"] for reading in row["readings"].values()
-              for paired in reading.values() if paired and paired["not_finite"]}  # fmt: skip
-    if failed:
+    shown = [
+        (row["arm"]["name"], paired)
+        for row in result["rows"] for reading in row["readings"].values() for paired in reading.values() if paired
+    ]  # fmt: skip
+    if failed := {name for name, paired in shown if paired["not_finite"]}:
         notes.append(f"Not finite, and counted as 0: {', '.join(sorted(failed))}.")
+    tried = study["control_rates"]
+    best = {rate for _, paired in shown for rate in paired["control_rates"]}
+    if len(tried) > 1 and (ends := best & {min(tried), max(tried)}):
+        ends = " and ".join(f"{rate:g}" for rate in sorted(ends))
+        notes.append(f"The control's best rate lies at an end of those tried ({ends}): try further --control-rates.")
     out.print("\n".join(f"[dim]{note}[/dim]" for note in notes), highlight=False)
 
 
 def _cells(paired: dict[str, Any], group: str) -> tuple[str, ...]:
     difference = paired["difference"]
     interval = "-" if difference["low"] is None else f"{difference['low']:+.3f} {difference['high']:+.3f}"
-    hosts = f"{len(paired['seeds'])} {'counted' if group == 'counted' else 'in all'}"
-    return hosts, f"{paired['control']:.3f}", f"{paired['operated']:.3f}", f"{difference['mean']:+.3f}", interval
+    hosts = f"{len(paired['seeds'])}" if group == "counted" else f"{len(paired['seeds'])} all"
+    rates = [f"{rate:g}" for rate in sorted(set(paired["control_rates"]))]
+    rate = rates[0] if len(rates) == 1 else f"{rates[0]}-{rates[-1]}"
+    return hosts, f"{paired['control']:.3f}", rate, f"{paired['operated']:.3f}", f"{difference['mean']:+.3f}", interval
