@@ -12,9 +12,11 @@ from surgery.cli.common import DeviceOption, JsonOption
 # what --quick puts in place of the defaults: a study of minutes on two CPU cores
 QUICK: dict[str, Any] = {
     "pairs": 8, "vocabulary": 64, "steps": 400, "adapt": 100, "batch": 32, "tested": 512, "host_rate": 3e-3,
-    "control_rates": (1e-3,), "seeds": (0, 1), "every_host": True,
+    "control_rates": (1e-3, 3e-3), "seeds": (0, 1), "every_host": True,
 }  # fmt: skip
+QUICK_RATE = 3e-3  # of its one arm
 MOST_QUICK_PAIRS = 16
+ON_GPU = 12  # jobs at once there
 
 
 def operation(
@@ -53,7 +55,9 @@ def operation(
     summary: Annotated[
         bool, typer.Option("--summary", help="Run nothing: show what --output holds, also while others still run.")
     ] = False,
-    jobs: Annotated[int | None, typer.Option(help="How many jobs run at once. Default: 1; 2 with --quick.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="How many jobs run at once. Default: 1, with --quick 2, on a GPU 12.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the differences to the control.")] = None,
     device: DeviceOption = "auto",
     json: JsonOption = None,
@@ -70,6 +74,7 @@ def operation(
     """
     import tempfile
     from contextlib import nullcontext
+    from dataclasses import replace
 
     from surgery.cli.common import err, pick_device, write_json
     from surgery.cli.progress import progress_bars
@@ -90,7 +95,7 @@ def operation(
     if quick:
         if pairs is not None and pairs > MOST_QUICK_PAIRS:
             raise UsageError(f"--pairs {pairs}: --quick takes {MOST_QUICK_PAIRS} at most; leave one of the two out")
-        settings = {**QUICK, "arms": ARMS[1:2], **settings}
+        settings = {**QUICK, "arms": (replace(ARMS[1], rate=QUICK_RATE),), **settings}
     study = Study(**settings)
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs {jobs}: use 1 or more")
@@ -108,7 +113,7 @@ def operation(
             update("jobs", done, total)
             err.print(f"{done}/{total} {line}", style="dim", highlight=False)
 
-        workers = jobs or (2 if quick else 1)
+        workers = jobs or (ON_GPU if where == "cuda" else 2 if quick else 1)
         result = job.run(study, Path(folder), device=where, jobs=workers, summary=summary, progress=progress)
     if plot is not None:
         results.plot(result, plot)
@@ -157,8 +162,9 @@ def print_result(result: dict[str, Any]) -> None:
     out.print()
     groups = ["counted", *(["every"] if study["every_host"] else [])]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("arm", "read", "hosts", "control", "its rate", "operated", "gain", "95% interval"):
-        table.add_column(heading, justify="left" if heading in ("arm", "read", "hosts") else "right", no_wrap=True)
+    for heading in ("arm", "read", "hosts", "control", "rate", "operated", "gain", "95% of it"):
+        left = heading in ("arm", "read", "hosts")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "arm", overflow="fold")
     for row in result["rows"]:
         for reading, groups_of in row["readings"].items():
             for group in groups:
@@ -170,7 +176,7 @@ def print_result(result: dict[str, Any]) -> None:
     notes = [
         f"{len(result['counted'])} of {len(result['hosts'])} hosts count: at least 0.7, and less than 0.01 gained in "
         "the last quarter of their training.",
-        "Accuracy of answers. The control is the host with its own rule at the best of its learning rates; the "
+        "Answers that are right, in percent. The control is the host with its own rule at its best learning rate; the "
         "interval is Student's t of the paired difference over the hosts that count, or all.",
     ]
     shown = [
@@ -188,9 +194,10 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def _cells(paired: dict[str, Any], group: str) -> tuple[str, ...]:
-    difference = paired["difference"]
-    interval = "-" if difference["low"] is None else f"{difference['low']:+.3f} {difference['high']:+.3f}"
+    average, low, high = (paired["difference"][key] for key in ("mean", "low", "high"))
+    interval = "-" if low is None else f"{100 * low:+.2f} {100 * high:+.2f}"
     hosts = f"{len(paired['seeds'])}" if group == "counted" else f"{len(paired['seeds'])} all"
     rates = [f"{rate:g}" for rate in sorted(set(paired["control_rates"]))]
-    rate = rates[0] if len(rates) == 1 else f"{rates[0]}-{rates[-1]}"
-    return hosts, f"{paired['control']:.3f}", rate, f"{paired['operated']:.3f}", f"{difference['mean']:+.3f}", interval
+    rate = rates[0] if len(rates) == 1 else f"to {rates[-1]}"
+    control, operated = (f"{100 * paired[key]:.1f}" for key in ("control", "operated"))
+    return hosts, control, rate, operated, f"{100 * average:+.2f}", interval

@@ -13,7 +13,10 @@ from surgery.cli.reproduce_operation import QUICK, _seeds
 from surgery.errors import UsageError
 from surgery.experiments.study import Study
 
-TINY = ("--quick", "--pairs", "2", "--vocabulary", "16", "--steps", "8", "--adapt", "4", "--batch", "4")
+TINY = (
+    "--quick", "--pairs", "2", "--vocabulary", "16", "--steps", "8", "--adapt", "4", "--batch", "4",
+    "--control-rates", "1e-3",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -42,20 +45,21 @@ def test_quick_prints_the_difference_and_its_interval(run, tmp_path):
     written = json.loads(figures.read_text())
     assert written["study"]["pairs"] == 2 and written["study"]["seeds"] == [0, 1]
     (row,) = written["rows"]
-    assert "as trained" in result.stdout and f"{row['arm']['name']} " in result.stdout
+    assert "as trained" in result.stdout and row["arm"]["name"][:8] in result.stdout
     for reading in row["readings"].values():
         paired = reading["every"]
         difference = paired["difference"]
         assert paired["seeds"] == [0, 1] and difference["low"] <= difference["mean"] <= difference["high"]
-        assert f"{difference['mean']:+.3f}" in result.stdout and f"{difference['low']:+.3f}" in result.stdout
+        for bound in difference.values():
+            assert f"{100 * bound:+.2f}" in result.stdout
     assert "of 2 hosts count" in result.stdout
     again = run(*arguments, "--json", "-")
     assert json.loads(again.stdout) == written  # from the files
-    for path in folder.glob("seed1-*0.001-8.json"):
+    for path in folder.glob("seed1-control-0.001-8.json"):
         path.unlink()
     rest = json.loads(run(*arguments, "--summary", "--json", "-").stdout)["rows"][0]["readings"]
     assert rest["2 x steps"]["every"]["seeds"] == [0] and rest["as trained"]["every"]["seeds"] == [0, 1]
-    assert not list(folder.glob("seed1-*0.001-8.json"))
+    assert not list(folder.glob("seed1-control-0.001-8.json"))
 
 
 def test_quick_stays_small():

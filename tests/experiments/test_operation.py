@@ -101,6 +101,24 @@ def test_a_study_is_run_once_and_goes_on_from_its_files(hosted, monkeypatch):
         run(Study(**{**vars(study), "arms": (other,)}), folder)
 
 
+@pytest.mark.slow
+def test_worker_processes_find_what_one_process_finds(tmp_path):
+    study = Study(seeds=(0, 1), arms=(ARM,), control_rates=(1e-3,), every_host=True, **SIZES)
+    alone, together = (run(study, tmp_path / str(jobs), jobs=jobs) for jobs in (1, 2))
+    for one, two in zip(alone["rows"], together["rows"], strict=True):
+        assert one == two
+    assert not list((tmp_path / "2").glob(".*"))
+
+
+@pytest.mark.gpu
+def test_jobs_share_a_gpu_on_streams(tmp_path):
+    lines = []
+    study = Study(seeds=(0, 1), arms=(ARM,), control_rates=(1e-3,), every_host=True, **SIZES | {"steps": 120})
+    run(study, tmp_path, device="cuda", jobs=3, progress=lambda done, total, line: lines.append((done, total)))
+    assert lines == [(done, 10) for done in range(1, 11)]
+    assert all("not_finite" not in path.read_text() for path in tmp_path.glob("seed*.json"))
+
+
 def test_a_job_that_is_not_finite_has_answered_nothing(hosted, monkeypatch):
     study, folder = hosted
     loss = DeviceLoop._loss
