@@ -69,8 +69,9 @@ def operation(
 
     [dim]Examples[/dim]
       surgery reproduce operation --quick
-      surgery reproduce operation --task update --output update --jobs 8 --plot update.png
-      surgery reproduce operation --arm constant:rule=bayesian,noise=constant,over=0.5 --seeds 100-102
+      surgery reproduce operation --output update --plot update.png
+      surgery reproduce operation --seeds 100-102 --arm c:rule=bayesian,over=0.3
+      surgery reproduce operation --output update --summary
     """
     import tempfile
     from contextlib import nullcontext
