@@ -26,6 +26,7 @@ from surgery.errors import JobError, UsageError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.intervals import Interval, consecutive_blocks, mean_interval
 from surgery.evaluation.tokens import Tokens, encode, require_context
+from surgery.memory.modules import in_dtype_of
 
 HEAD_TOKENS = 512  # tokens whose logits exist at once
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -287,6 +288,6 @@ class Reader:
         for start in range(0, targets.numel(), HEAD_TOKENS):
             part = outputs[start : start + HEAD_TOKENS]
             if self.head is not None:
-                part = self.head(part.to(self.head.weight.dtype))
+                part = self.head(in_dtype_of(self.head, part))
             parts.append(F.cross_entropy(part.float(), targets[start : start + HEAD_TOKENS], reduction="none"))
         return torch.cat(parts)

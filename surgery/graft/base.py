@@ -1,4 +1,4 @@
-"""What all grafts share: the causal convolution, padding, packing, the cache, float32 gates.
+"""What all grafts share: padding, packing, the cache, float32 gates.
 
 Shapes: B batch, T tokens, D hidden, C convolution channels, W convolution width; the rest as in
 :mod:`surgery.memory.base`.
@@ -16,19 +16,9 @@ from torch import Tensor, nn
 
 from surgery.graft import cache as carried
 from surgery.graft import compiling
-from surgery.kernels import convolution
+from surgery.graft.short_conv import causal_conv, convolve, wide
 from surgery.memory.base import MemoryInputs, MemoryRule
-
-
-def wide(x: Tensor) -> Tensor:
-    """``x`` in float32, or float64 if it is already that."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether calling ``module`` does more than its own forward and backward pass."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(len(each) > 0 for each in hooks)
+from surgery.memory.modules import all_hooked, plain, replaced, require_loaded, resident, watched
 
 
 def project(hidden: Tensor, first: Sequence[nn.Module], rest: Sequence[nn.Module]) -> tuple[Tensor, list[Tensor]]:
@@ -38,8 +28,7 @@ def project(hidden: Tensor, first: Sequence[nn.Module], rest: Sequence[nn.Module
     own, and nothing has to be put together.
     """
     projections = (*first, *rest)
-    plain = all(type(p) is nn.Linear and p.bias is None and not _hooked(p) for p in projections)
-    if torch.compiler.is_compiling() and plain:
+    if torch.compiler.is_compiling() and all(plain(p, nn.Linear) and p.bias is None for p in projections):
         rows = F.linear(hidden, torch.cat([p.weight for p in projections]))
         widths = [sum(p.out_features for p in first), *(p.out_features for p in rest)]
         x, *others = rows.split(widths, dim=-1)
@@ -56,41 +45,6 @@ def padding(attention_mask: Tensor | None, tokens: int) -> Tensor | None:
     return attention_mask[:, -tokens:].bool()
 
 
-def causal_conv(x: Tensor, past: Tensor | None, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
-    """Depthwise causal convolution followed by SiLU, which never reads across the start of a document.
-
-    Args:
-        x: [B, T, C]. past: [B, W-1, C], the inputs before them; None at the start of a text, for zeros.
-        weight: [C, 1, W]. bias: [C] or None.
-        reset: [B, T] bool or None, True on the first token of a document.
-
-    Returns:
-        [B, T, C] in x's dtype, computed in float32.
-    """
-    tokens, width = x.shape[1], weight.shape[-1]
-    if past is None and convolution.fused(x, width):
-        return convolution.causal_conv(x, weight[:, 0], bias, reset)
-    # padding fuses under torch.compile, where a concatenation is written out
-    full = F.pad(x, (0, 0, width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], dim=1)
-    if reset is None and x.device.type == "cpu" and x.dtype == weight.dtype:
-        out = F.conv1d(full.transpose(1, 2), weight, bias, groups=weight.shape[0]).transpose(1, 2)
-        return F.silu(out)
-    # a sum of W shifts: it fuses under torch.compile, and each shift can be cut at a document's start
-    full, taps = wide(full), wide(weight)[:, 0]
-    document = None
-    if reset is not None:
-        document = F.pad(reset.to(torch.int32).cumsum(1), (width - 1, 0))
-    out = None if bias is None else wide(bias)
-    for tap in range(width):
-        shifted = full[:, tap : tap + tokens]
-        if document is not None and tap < width - 1:
-            same = document[:, tap : tap + tokens] == document[:, width - 1 :]
-            shifted = shifted * same[..., None]
-        term = shifted * taps[:, tap]
-        out = term if out is None else out + term
-    return F.silu(out).to(x.dtype)
-
-
 class Graft(nn.Module):
     """A mixer: projections -> convolution -> memory inputs -> memory -> norm and gate -> output projection.
 
@@ -100,8 +54,9 @@ class Graft(nn.Module):
 
     float32 = ("A_log", "dt_bias")  # never cast to a half precision: it would shift every decay
 
-    def __init__(self, memory: MemoryRule, *, layer_idx: int, norm_eps: float) -> None:
+    def __init__(self, memory: MemoryRule, *, layer_idx: int, norm_eps: float, conv_width: int = 0) -> None:
         super().__init__()
+        self.conv_width = conv_width  # W, 0 where the mixer has no convolution
         self.memory = memory
         self.geometry = memory.geometry
         self.layer_idx = layer_idx
@@ -115,8 +70,8 @@ class Graft(nn.Module):
         """[B, T, D] -> the convolution's input [B, T, C] and the projections that bypass it."""
         raise NotImplementedError
 
-    def _convolution(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight [C, 1, W] and bias [C] of the convolution, or None where the mixer has none."""
+    def _convolutions(self) -> Sequence[tuple[nn.Module, int]]:
+        """The convolutions over parts of x side by side, each with its channels; none where the mixer has none."""
         raise NotImplementedError
 
     def _convolve(
@@ -176,7 +131,7 @@ class Graft(nn.Module):
         if cache is None and hidden_states.shape[1] > 1 and compiling.active() and self._compiles(hidden_states):
             return compiling.run(_mixed, self, (self.memory.rule, self.geometry), hidden_states, mask, reset)
         # the cache's own state, whose old value nothing needs once there is a new one, except a hook that is given both
-        in_place = cache is not None and not torch.is_grad_enabled() and not _hooked(self.memory)
+        in_place = cache is not None and not torch.is_grad_enabled() and not (watched(self.memory) or all_hooked())
         mixed, window, state = _mix(self, hidden_states, mask, reset, window, state, in_place)
         if cache is not None:
             carried.write(cache, self.layer_idx, window, state)
@@ -184,28 +139,29 @@ class Graft(nn.Module):
 
     def _compiles(self, hidden: Tensor) -> bool:
         # a hook that comes after the compilation would not be called; the mixer's own are, outside of it
-        watched = any(_hooked(module) for module in self.modules() if module is not self)
-        return not watched and self.memory.compiles(hidden.device)
+        if all_hooked() or replaced(self) or any(watched(module) for module in self.modules() if module is not self):
+            return False
+        return all(map(resident, self.modules())) and self.memory.compiles(hidden.device)
 
     def _gather(
         self, hidden: Tensor, mask: Tensor | None, reset: Tensor | None, window: Tensor | None
     ) -> tuple[MemoryInputs, tuple[Tensor, ...], Tensor]:
         """Memory inputs, the projections that bypass the convolution, and the window [B, C, W] for the next call."""
+        require_loaded(self, hidden)
         x, rest = self._project(hidden)
-        convolution = self._convolution()
-        if convolution is None:
+        convolutions = self._convolutions()
+        if not convolutions:
             x = F.silu(x)
             window = x.new_zeros(x.shape[0], 0, 1)
         else:
-            weight, bias = convolution
             if mask is not None:
                 x = x * mask[..., None].to(x.dtype)
-            width = weight.shape[-1]
-            past = None
+            width, past = self.conv_width, None
             if window is not None:
                 past = window[..., window.shape[-1] - (width - 1) :].transpose(1, 2)
             window = _window(x, past, reset, width)
-            x = (causal_conv if mask is not None else self._convolve)(x, past, weight, bias, reset)
+            fused = causal_conv if mask is not None else self._convolve
+            x = convolve(convolutions, width, x, past, reset, fused)
         if mask is not None:
             x = x * mask[..., None].to(x.dtype)
         return replace(self._compose(hidden, x, rest), mask=mask, reset=reset), rest, window
@@ -264,7 +220,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if compiling.active() and x.shape[-2] > 1:
+        if compiling.active() and x.shape[-2] > 1 and plain(self, RMSNorm):
             return compiling.run(_normed, self, (self.eps,), x)
         return _normed(self, x)
 

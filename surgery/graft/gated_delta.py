@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from surgery.graft.base import Graft, RMSNorm, project, wide
 from surgery.graft.compiling import settled
+from surgery.graft.short_conv import depthwise
 from surgery.kernels import convolution, gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
@@ -62,8 +63,8 @@ class DeltaGraft(Graft):
         ValueError: the memory's geometry has another style.
     """
 
-    def __init__(self, memory: MemoryRule, *, layer_idx: int, norm_eps: float) -> None:
-        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+    def __init__(self, memory: MemoryRule, *, layer_idx: int, norm_eps: float, conv_width: int) -> None:
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps, conv_width=conv_width)
         g = self.geometry
         if g.style != "delta":
             raise ValueError(f"a Gated DeltaNet mixer needs a delta memory geometry, not {g.style!r}")
@@ -123,7 +124,8 @@ class GatedDeltaGraft(DeltaGraft):
         use_gate: bool = True,
         gate_activation: str = "swish",
     ) -> None:
-        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+        width = conv_size if use_short_conv else 0
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps, conv_width=width)
         g = self.geometry
         if gate_activation not in GATES:
             raise ValueError(f"output_gate_activation {gate_activation!r}: choose {', '.join(GATES)}")
@@ -136,8 +138,7 @@ class GatedDeltaGraft(DeltaGraft):
         self.b_proj = nn.Linear(g.hidden_size, g.num_heads, bias=False)
         if use_short_conv:
             for name, size in (("q_conv1d", self.keys), ("k_conv1d", self.keys), ("v_conv1d", self.values)):
-                conv = nn.Conv1d(size, size, conv_size, groups=size, padding=conv_size - 1, bias=conv_bias)
-                self.add_module(name, conv)
+                self.add_module(name, depthwise(size, conv_size, conv_bias))
         if use_gate:
             self.g_proj = nn.Linear(g.hidden_size, self.values, bias=False)
             self.o_norm = GatedRMSNorm(g.value_dim, norm_eps, gate_activation)
@@ -150,12 +151,10 @@ class GatedDeltaGraft(DeltaGraft):
         x, rest = project(hidden, (self.q_proj, self.k_proj, self.v_proj), (*gate, self.a_proj, self.b_proj))
         return x, (*rest[-2:], *rest[:-2])
 
-    def _convolution(self) -> tuple[Tensor, Tensor | None] | None:
+    def _convolutions(self) -> tuple[tuple[nn.Module, int], ...]:
         if not self.use_short_conv:
-            return None
-        convolutions = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        bias = None if self.q_conv1d.bias is None else torch.cat([conv.bias for conv in convolutions])
-        return torch.cat([conv.weight for conv in convolutions]), bias
+            return ()
+        return (self.q_conv1d, self.keys), (self.k_conv1d, self.keys), (self.v_conv1d, self.values)
 
     def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
         gate = (rest[2].unflatten(-1, o.shape[-2:]),) if self.use_gate else ()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from surgery.graft.base import wide
 from surgery.graft.gated_delta import DeltaGraft, GatedRMSNorm
+from surgery.graft.short_conv import depthwise
 from surgery.memory.base import MemoryInputs, MemoryRule
 
 
@@ -33,15 +34,14 @@ class KimiDeltaGraft(DeltaGraft):
     def __init__(
         self, memory: MemoryRule, *, layer_idx: int = 0, conv_size: int = 4, norm_eps: float = 1e-5
     ) -> None:
-        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps, conv_width=conv_size)
         g = self.geometry
         if not g.channel_decay or g.num_key_heads != g.num_heads:
             raise ValueError("a Kimi Delta Attention mixer needs channel_decay and a key head for each value head")
         rank = g.value_dim
         for name, size in (("q", self.keys), ("k", self.keys), ("v", self.values)):
             self.add_module(f"{name}_proj", nn.Linear(g.hidden_size, size, bias=False))
-            conv = nn.Conv1d(size, size, conv_size, groups=size, padding=conv_size - 1, bias=False)
-            self.add_module(f"{name}_conv1d", conv)
+            self.add_module(f"{name}_conv1d", depthwise(size, conv_size, bias=False))
         self.f_a_proj = nn.Linear(g.hidden_size, rank, bias=False)
         self.f_b_proj = nn.Linear(rank, self.keys, bias=False)
         self.A_log = nn.Parameter(torch.zeros(1, 1, g.num_heads, 1, dtype=torch.float32))
@@ -57,8 +57,8 @@ class KimiDeltaGraft(DeltaGraft):
         decay, gate = self.f_b_proj(self.f_a_proj(hidden)), self.g_b_proj(self.g_a_proj(hidden))
         return x, (decay, self.b_proj(hidden), gate)
 
-    def _convolution(self) -> tuple[Tensor, None]:
-        return torch.cat([conv.weight for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]), None
+    def _convolutions(self) -> tuple[tuple[nn.Module, int], ...]:
+        return (self.q_conv1d, self.keys), (self.k_conv1d, self.keys), (self.v_conv1d, self.values)
 
     def _log_decay(self, a: Tensor) -> Tensor:
         step = F.softplus(wide(a) + wide(self.dt_bias))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from surgery.graft.base import Graft, wide
 from surgery.graft.compiling import settled
+from surgery.graft.short_conv import depthwise
 from surgery.kernels import gated_norm
 from surgery.memory.base import MemoryInputs, MemoryRule
 
@@ -85,7 +86,7 @@ class Mamba2Graft(Graft):
         skip_per_channel: bool = False,
         mlp_size: int = 0,
     ) -> None:
-        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps, conv_width=conv_kernel)
         g = self.geometry
         if g.style != "additive":
             raise ValueError(f"a Mamba-2 mixer needs an additive memory geometry, not {g.style!r}")
@@ -95,9 +96,7 @@ class Mamba2Graft(Graft):
         channels = self.inner + 2 * self.keys
         self.mlp_size = mlp_size
         self.in_proj = nn.Linear(g.hidden_size, 2 * mlp_size + self.inner + channels + g.num_heads, bias=use_bias)
-        self.conv1d = nn.Conv1d(
-            channels, channels, conv_kernel, groups=channels, padding=conv_kernel - 1, bias=use_conv_bias
-        )
+        self.conv1d = depthwise(channels, conv_kernel, use_conv_bias)
         self.D = nn.Parameter(torch.ones(self.inner if skip_per_channel else g.num_heads))
         self.norm = GatedGroupRMSNorm(self.inner, g.num_key_heads, norm_eps, not norm_before_gate) if norm else None
         self.out_proj = nn.Linear(mlp_size + self.inner, g.hidden_size, bias=use_bias)
@@ -112,8 +111,8 @@ class Mamba2Graft(Graft):
         )
         return x, (z, dt, mlp)
 
-    def _convolution(self) -> tuple[Tensor, Tensor | None]:
-        return self.conv1d.weight, self.conv1d.bias
+    def _convolutions(self) -> tuple[tuple[nn.Module, int], ...]:
+        return ((self.conv1d, self.inner + 2 * self.keys),)
 
     def _compose(self, hidden: Tensor, x: Tensor, rest: tuple[Tensor, ...]) -> MemoryInputs:
         g = self.geometry

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surgery.graft.base import project
 from surgery.graft.gated_delta import DeltaGraft, GatedRMSNorm
+from surgery.graft.short_conv import depthwise
 from surgery.memory.base import MemoryInputs, MemoryRule
 
 
@@ -27,17 +28,14 @@ class _PackedDeltaGraft(DeltaGraft):
     def __init__(
         self, memory: MemoryRule, *, layer_idx: int = 0, conv_kernel: int = 4, norm_eps: float = 1e-6
     ) -> None:
-        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps)
+        super().__init__(memory, layer_idx=layer_idx, norm_eps=norm_eps, conv_width=conv_kernel)
         g = self.geometry
-        channels = 2 * self.keys + self.values
-        self.conv1d = nn.Conv1d(
-            channels, channels, conv_kernel, groups=channels, padding=conv_kernel - 1, bias=False
-        )
+        self.conv1d = depthwise(2 * self.keys + self.values, conv_kernel, bias=False)
         self.norm = GatedRMSNorm(g.value_dim, norm_eps, "silu")
         self.out_proj = nn.Linear(self.values, g.hidden_size, bias=False)
 
-    def _convolution(self) -> tuple[Tensor, None]:
-        return self.conv1d.weight, None
+    def _convolutions(self) -> tuple[tuple[nn.Module, int], ...]:
+        return ((self.conv1d, 2 * self.keys + self.values),)
 
     def _emit(self, o: Tensor, inputs: MemoryInputs, rest: tuple[Tensor, ...]) -> Tensor:
         o = self.norm(o, rest[2].unflatten(-1, o.shape[-2:]))

@@ -16,6 +16,7 @@ from surgery.errors import UsageError
 from surgery.kernels import dispatch
 
 from .base import MemoryGeometry, MemoryInputs, MemoryRule
+from .modules import in_dtype_of
 
 CHANNELS = 8  # key channels run at once where each has a decay of its own; the working memory grows with it
 
@@ -104,7 +105,7 @@ class Palimpsa(MemoryRule):
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         inputs = inputs.masked()
         v, write = inputs.v, inputs.write[..., None]
-        gate = self.b_proj(self.b_rank_proj(inputs.hidden.to(self.b_rank_proj.weight.dtype)))
+        gate = self.b_proj(self.b_rank_proj(in_dtype_of(self.b_rank_proj, inputs.hidden)))
         gate = torch.sigmoid(gate.to(write.dtype)).unflatten(-1, v.shape[-2:])
         strength = self.dose * F.softplus(self.b_scale)
         # the write strength is float32, which would make half precision values float32, and the kernels slow

@@ -21,6 +21,7 @@ from surgery.graft.base import padding
 from surgery.graft.cache import chosen
 from surgery.memory import create
 from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.memory.modules import in_dtype_of
 from surgery.models import step_graph
 from surgery.models.configuration import Swap
 from surgery.models.initial import InitialWeights
@@ -248,7 +249,7 @@ class GraftedCausalLM(InitialWeights, PreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = out.last_hidden_state[:, kept]
-        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype)).float()
+        logits = self.lm_head(in_dtype_of(self.lm_head, hidden)).float()
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from surgery.graft import Mamba2Graft
+from surgery.memory.modules import in_dtype_of
 from surgery.models import mamba2
 from surgery.models.initial import init_drawn_heads, init_dt_bias
 from surgery.models.mamba2_configuration import FlaMamba2Config, SurgeryFlaMamba2Config
@@ -39,7 +40,7 @@ class FlaMamba2Block(mamba2.Mamba2Block):
         }
 
     def forward(self, hidden: Tensor, cache: Any = None, mask: Tensor | None = None, reset: Tensor | None = None):
-        return super().forward(hidden, cache, mask, reset).to(self.norm.weight.dtype)
+        return in_dtype_of(self.norm, super().forward(hidden, cache, mask, reset))
 
 
 class FlaMamba2Backbone(mamba2.Mamba2Backbone):

@@ -14,6 +14,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.granitemoehybrid.configuration_granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridForCausalLM
 
+from surgery.memory.modules import in_dtype_of
 from surgery.models.bamba import MambaKeys
 from surgery.models.hybrid import share_conversions
 
@@ -53,8 +54,7 @@ def _documents_apart(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     embedded = kwargs.get("inputs_embeds")
     if embedded is None:  # of the embeddings only shape, device and precision are read
         ids = args[0] if args else kwargs["input_ids"]
-        weight = module.embed_tokens.weight
-        embedded = torch.empty((*ids.shape, 1), dtype=weight.dtype, device=ids.device)
+        embedded = in_dtype_of(module.embed_tokens, torch.empty((*ids.shape, 1), device=ids.device))
     cache = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
     mask = create_causal_mask(
         config=module.config,

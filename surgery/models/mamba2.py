@@ -18,6 +18,7 @@ from transformers.models.mamba2.configuration_mamba2 import Mamba2Config
 from surgery.graft import Mamba2Graft
 from surgery.graft.base import RMSNorm
 from surgery.memory.base import MemoryGeometry, MemoryRule
+from surgery.memory.modules import in_dtype_of
 from surgery.models.common import Backbone, GraftedCausalLM, layer_memory
 from surgery.models.configuration import SurgeryMamba2Config, Swap
 from surgery.models.initial import init_dt_bias, init_numbered_heads
@@ -85,7 +86,7 @@ class Mamba2Block(GradientCheckpointingLayer):
 
     def forward(self, hidden: Tensor, cache: Any = None, mask: Tensor | None = None, reset: Tensor | None = None):
         residual = hidden.float() if self.residual_in_fp32 and hidden.dtype != torch.float64 else hidden
-        return residual + self.mixer(self.norm(hidden.to(self.norm.weight.dtype)), cache, mask, reset)
+        return residual + self.mixer(self.norm(in_dtype_of(self.norm, hidden)), cache, mask, reset)
 
 
 class Mamba2Backbone(Backbone):

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from surgery.errors import UsageError
+from surgery.memory.modules import all_hooked, resident, watched
 
 SWITCH = "SURGERY_CUDA_GRAPHS"
 AFTER = 3  # steps that run as they are written: they compile the kernels, and a short text needs no recording
@@ -107,11 +107,7 @@ def _wanted() -> bool:
         raise UsageError(f"{SWITCH}={choice}: choose 0 or 1")
     if choice == "0" or _as_written.get() or torch.is_grad_enabled():
         return False
-    watchers = (
-        torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, torch_module._global_backward_hooks,
-        torch_module._global_backward_pre_hooks,
-    )
-    return torch._C._len_torch_dispatch_stack() == 0 and not any(watchers)
+    return torch._C._len_torch_dispatch_stack() == 0 and not all_hooked()
 
 
 def _recordable(cache: Cache) -> bool:
@@ -130,9 +126,9 @@ def _familiar(module: nn.Module) -> bool:
 def _manner(module: nn.Module) -> tuple | None:
     """How ``module`` runs, and on which memory; None where that is watched or replaced. At every step, so a look into
     its dictionary at once."""
-    its = module.__dict__
-    if its["_forward_hooks"] or its["_forward_pre_hooks"] or "forward" in its or "_hf_hook" in its:
+    if watched(module):
         return None
+    its = module.__dict__
     held = (*its["_parameters"].values(), *its["_buffers"].values())
     return its["training"], *((x.data_ptr(), x.dtype) for x in held if x is not None)
 
@@ -170,8 +166,7 @@ def _holds(recording: _Recording, modules: list[nn.Module], manner: list[tuple |
 def _record(
     modules: list[nn.Module], manner: list[tuple], blocks: Callable[[Tensor], Tensor], hidden: Tensor, cache: Cache
 ) -> _Recording | None:
-    tensors = [x for module in modules for x in (*module._parameters.values(), *module._buffers.values())]
-    if any(type(x) not in (Tensor, nn.Parameter) for x in tensors if x is not None):
+    if not all(map(resident, modules)):
         return None  # such as a shard, of which nothing says where it is
     given = hidden.clone()
     try:

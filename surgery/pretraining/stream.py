@@ -89,8 +89,8 @@ class StreamModel:
         dtype = torch.bfloat16 if self.autocast else self.weight.dtype
         carries = []
         for graft in self.grafts():
-            weight, _ = graft._convolution()
-            window = torch.zeros(batch, weight.shape[0], weight.shape[-1], device=device, dtype=dtype)
+            channels = sum(size for _, size in graft._convolutions())
+            window = torch.zeros(batch, channels, graft.conv_width, device=device, dtype=dtype)
             carries.append(Carry(window, torch.zeros(graft.memory.state_shape(batch), device=device)))
         return carries
 

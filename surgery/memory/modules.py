@@ -1,0 +1,84 @@
+"""Tells where a module's weights may be read past the module's own call, and in which dtype a module computes.
+
+A stranger may change how a module is called: accelerate replaces its ``forward`` and keeps its weights elsewhere
+between calls, LoRA and quantisation put another module in its place, a parametrisation changes its class, FSDP leaves
+shards in it. Whatever reads a weight without calling the module (fused products, joined convolutions, compiled mixers,
+recorded steps) asks :func:`plain`, or :func:`watched` and :func:`resident`, first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # what a product is computed in; no float8
+
+
+def plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether ``module`` is exactly a ``kind``, and reading its weights gives what its call would use."""
+    return type(module) is kind and not watched(module) and not all_hooked() and resident(module)
+
+
+def all_hooked() -> bool:
+    """Whether torch calls hooks around every module there is."""
+    return bool(
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether torch calls hooks around ``module``."""
+    its = module.__dict__
+    return bool(
+        its["_forward_hooks"]
+        or its["_forward_pre_hooks"]
+        or its["_backward_hooks"]
+        or its["_backward_pre_hooks"]
+    )
+
+
+def replaced(module: nn.Module) -> bool:
+    """Whether ``module`` runs another forward than its class's (accelerate's hooks do that), or is parametrised."""
+    its = module.__dict__
+    return "forward" in its or "_hf_hook" in its or "parametrizations" in its["_modules"]
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than the forward pass of its class."""
+    return hooked(module) or replaced(module)
+
+
+def resident(module: nn.Module) -> bool:
+    """Whether the tensors that ``module`` itself holds are here and whole: not on meta, no shard, no subclass."""
+    its = module.__dict__
+    for held in (its["_parameters"], its["_buffers"]):
+        for x in held.values():
+            if x is not None and (x.is_meta or type(x) not in (nn.Parameter, Tensor)):
+                return False
+    return True
+
+
+def require_loaded(module: nn.Module, x: Tensor) -> None:
+    """Refuse to compute with weights that are on the meta device: some operators then return what lies in memory.
+
+    Raises:
+        RuntimeError: a tensor that ``module`` itself holds is on meta and ``x`` is not.
+    """
+    for name, held in module._parameters.items():
+        if held is not None and held.is_meta and not x.is_meta:
+            raise RuntimeError(
+                f"{type(module).__name__}.{name} is on the meta device: it was never loaded, or it is offloaded and "
+                "the module was not called as one; call the module itself"
+            )
+
+
+def in_dtype_of(module: nn.Module, x: Tensor) -> Tensor:
+    """``x`` in the dtype of the module's weight; as it is where the module has no floating-point weight."""
+    weight = getattr(module, "weight", None)  # a quantised module's is a method, or integers
+    if isinstance(weight, Tensor) and weight.dtype in FLOATS:
+        return x.to(weight.dtype)
+    return x.to(next((held.dtype for held in module.parameters() if held.dtype in FLOATS), x.dtype))
