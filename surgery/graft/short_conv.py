@@ -56,19 +56,16 @@ def causal_conv(x: Tensor, past: Tensor | None, weight: Tensor, bias: Tensor | N
 
 
 class CausalConv1d(nn.Conv1d):
-    """A depthwise convolution with W - 1 zeros on either side, called as torch's own, or as :func:`causal_conv`.
+    """A depthwise convolution with W - 1 zeros on either side, which can also hand over its weights.
 
-    The second form lets what moves weights for the length of a call (accelerate) serve the fused convolution.
+    Handing them over is a call of the module too, so that what moves weights for the length of a call (accelerate)
+    serves the fused convolution.
     """
 
-    def forward(
-        self, x: Tensor, past: Tensor | None = None, reset: Tensor | None = None, *, causal: bool = False
-    ) -> Tensor:
-        """[B, C, T] -> [B, C, T + W - 1]; with ``causal``, [B, T, C] -> [B, T, C] as :func:`causal_conv` has it."""
+    def forward(self, x: Tensor, hand_over: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """[B, C, T] -> [B, C, T + W - 1]; with ``hand_over``, the weight [C, 1, W] and the bias [C] or None."""
         require_loaded(self, x)
-        if causal:
-            return causal_conv(x, past, self.weight, self.bias, reset)
-        return super().forward(x)
+        return (self.weight, self.bias) if hand_over else super().forward(x)
 
 
 def depthwise(channels: int, width: int, bias: bool) -> CausalConv1d:
@@ -85,25 +82,29 @@ def convolve(
     fused: Callable[..., Tensor | tuple[Tensor, ...]],
 ) -> Tensor | tuple[Tensor, ...]:
     """``fused(x, past, weight, bias, reset)`` with the weights of all ``convolutions`` where these are plain; else what
-    :func:`causal_conv` gives, made by each module's own call.
+    :func:`causal_conv` gives, made by each module's own call. Modules whose weights accelerate moves hand them over.
 
     Args:
         convolutions: the modules side by side, each with its number of channels. width: W, of all.
         x: [B, T, C]. past: [B, W-1, C] or None. reset: [B, T] bool or None.
     """
-    if all(plain(module, CausalConv1d) for module, _ in convolutions):
-        weights, biases = zip(*((module.weight, module.bias) for module, _ in convolutions), strict=True)
-        if len(weights) == 1:
-            return fused(x, past, weights[0], biases[0], reset)
+    found = []
+    for module, _ in convolutions:
+        if plain(module, CausalConv1d):
+            found.append((module.weight, module.bias))
+        elif _moved(module):
+            found.append(module(x, hand_over=True))
+        else:
+            break
+    else:
+        if len(found) == 1:
+            return fused(x, past, *found[0], reset)
+        weights, biases = zip(*found, strict=True)
         return fused(x, past, torch.cat(weights), None if biases[0] is None else torch.cat(biases), reset)
     sizes = [channels for _, channels in convolutions]
     pasts = [None] * len(sizes) if past is None else past.split(sizes, dim=-1)
-    parts = []
-    for (module, _), part, before in zip(convolutions, x.split(sizes, dim=-1), pasts, strict=True):
-        if _moved(module):
-            parts.append(module(part, before, reset, causal=True))
-        else:
-            parts.append(_called(module, width, part, before, reset))
+    cut = zip(convolutions, x.split(sizes, dim=-1), pasts, strict=True)
+    parts = [_called(module, width, part, before, reset) for (module, _), part, before in cut]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

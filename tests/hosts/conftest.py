@@ -112,10 +112,10 @@ def swapped_in():
     return lambda rule, **options: {"schema": 1, "rule": rule, "layers": [0, 2], "options": options, "base": "tiny"}
 
 
-CASES = {**{rule: (rule, {}) for rule in sorted(RULES)}, "bayesian-token": ("bayesian", {"noise_from": "token"})}
+SWAPS = {**{rule: (rule, {}) for rule in sorted(RULES)}, "bayesian-token": ("bayesian", {"noise_from": "token"})}
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
+@pytest.fixture(params=SWAPS.values(), ids=SWAPS)
 def upgraded(request, base, swapped_in):
     """A model with two swapped layers at dose 1, started from a base checkpoint."""
     rule, options = request.param
