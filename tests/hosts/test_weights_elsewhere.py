@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 RULES = {"host": ("host", {}), "palimpsa": ("palimpsa", {}), "bayesian": ("bayesian", {"noise_from": "token"})}
 
 
-@pytest.fixture(params=RULES)
+@pytest.fixture(params=[pytest.param("host", marks=pytest.mark.slow), "palimpsa", "bayesian"])
 def build(request, case, case_base):
     """Factory: the case's model with two swapped layers at dose 1, its weights the same each time."""
     rule, options = RULES[request.param]
@@ -156,7 +156,7 @@ def adapt(model, how):
     return model
 
 
-@pytest.mark.parametrize("how", ["wrapped", "hooked", "parametrised"])
+@pytest.mark.parametrize("how", ["wrapped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("hooked", "parametrised"))])
 def test_adapters_on_products_and_convolutions_count(build, text, how):
     expected = read(adapt(build(), "merged"), text)
     near(read(adapt(build(), how), text), expected, 1e-4)
@@ -172,7 +172,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("parts", ["leaves", "mixers"])
+@pytest.mark.parametrize("parts", ["leaves", pytest.param("mixers", marks=pytest.mark.slow)])
 def test_shards_are_gathered_first(build, text, mesh, parts):
     expected, model = read(build(), text), build()
     for graft in [part for part in model.modules() if isinstance(part, Graft)]:
