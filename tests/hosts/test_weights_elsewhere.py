@@ -156,7 +156,9 @@ def adapt(model, how):
     return model
 
 
-@pytest.mark.parametrize("how", ["wrapped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("hooked", "parametrised"))])
+@pytest.mark.parametrize(
+    "how", ["wrapped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("hooked", "parametrised"))]
+)
 def test_adapters_on_products_and_convolutions_count(build, text, how):
     expected = read(adapt(build(), "merged"), text)
     near(read(adapt(build(), how), text), expected, 1e-4)
