@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surgery.checkpoint.files import How, same_file_system
-from surgery.checkpoint.staging import check_output, existing_parent, staged_directory
+from surgery.checkpoint.staging import check_output, claimed, existing_parent, staged_directory
 from surgery.checkpoint.ties import own_head
 from surgery.checkpoint.writing import write_checkpoint
 from surgery.errors import JobError
@@ -98,20 +98,33 @@ def apply(
         JobError: the disk is full, or the drift is above the limit. Nothing is left behind.
     """
     events = events or Events()
-    final = None if output is None else check_output(output)
-    if final is None and not dry_run:
+    if output is None and not dry_run:
         raise ValueError("an output directory is needed unless dry_run")
-    events.stage("planning")
     if measure is None:
         measure = inspection_measure(device, events.inspected, events.note)
+    if dry_run:
+        if output is not None:
+            check_output(output)
+        plan = _plan(recipe, measure, offline, events)
+        return ApplyReport(plan, None, None, recipe.drift_limit(plan.exact))
+    with claimed(output) as final:
+        plan = _plan(recipe, measure, offline, events)
+        return _write(plan, final, drift, link, device, events)
+
+
+def _plan(recipe: Recipe, measure: Measure, offline: bool | None, events: Events) -> Plan:
+    events.stage("planning")
     plan = make_plan(recipe, measure=measure, offline=offline)
-    limit = recipe.drift_limit(plan.exact)
     events.planned(plan)
     own = own_head(plan.base, plan.adapter.ties(plan.base.config))
     if own is not None:
         events.note(own)
-    if dry_run:
-        return ApplyReport(plan, None, None, limit)
+    return plan
+
+
+def _write(plan: Plan, final: Path, drift: DriftKind, link: bool, device: str, events: Events) -> ApplyReport:
+    recipe = plan.recipe
+    limit = recipe.drift_limit(plan.exact)
     text = None
     if drift != "skip":  # found before anything is written: no tokenizer, no text, a text that is too short
         from surgery.drift import windows

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.checksums import require_whole
 from surgery.checkpoint.files import copy_file
 from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, Checkpoint, TensorEntry, check_tensors, open_checkpoint
-from surgery.checkpoint.staging import check_output, staged_directory
+from surgery.checkpoint.staging import claimed, staged_directory
 from surgery.checkpoint.tensorfile import write_tensors
 from surgery.checkpoint.ties import held_ties, own_head
 from surgery.checkpoint.values import check_values
@@ -114,11 +115,22 @@ def revert(
         UsageError: nothing is swapped there, or not in one of ``layers``; the output is not free.
         JobError: the disk is full. Nothing is left behind.
     """
+    with claimed(output) as final:
+        return _revert(model, final, layers, revision, progress)
+
+
+def _revert(
+    model: str,
+    final: Path,
+    layers: Sequence[int] | None,
+    revision: str | None,
+    progress: Callable[[int], object] | None,
+) -> Reverted:
     from surgery.hosts import recognise
     from surgery.models.configuration import Swap
 
-    final = check_output(output)
     located = locate(model, revision)
+    require_whole(located.path)
     _, adapter = recognise(located.path)
     source = open_checkpoint(located.path)
     rules = dict(swapped_before(source, adapter))

@@ -1,18 +1,21 @@
-"""A phase's checkpoints: complete or not there, found again on resume.
+"""A phase's checkpoints: complete or not there, found again on resume, and never resumed from changed bytes.
 
-A checkpoint directory is written beside its place, lists its own files with their sizes, and gets its name last. What
-a killed run leaves half-written is never taken for one.
+A checkpoint directory is written beside its place, lists its own files with their sizes and checksums, and gets its
+name last. What a killed run leaves half-written is never taken for one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-COMPLETE = "complete.json"
+from surgery.checkpoint import checksums
+from surgery.checkpoint.checksums import COMPLETE as COMPLETE
+
 KEPT = 2
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -22,14 +25,13 @@ def staging(folder: Path) -> Path:
     return folder / ".partial"
 
 
-def publish(partial: Path, final: Path) -> None:
-    """Close the checkpoint in ``partial`` with the list of its files and give it its name, replacing a former one."""
-    files = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
-    with (partial / COMPLETE).open("w", encoding="utf-8") as stream:
-        json.dump(files, stream)
-    for name in (*files, COMPLETE):
-        with (partial / name).open("rb") as stream:
-            os.fsync(stream.fileno())
+def publish(partial: Path, final: Path, about: Mapping[str, Any] | None = None) -> None:
+    """Close the checkpoint in ``partial`` with the list of its files and give it its name, replacing a former one.
+
+    Args:
+        about: what else the list keeps; see :func:`surgery.checkpoint.checksums.about`.
+    """
+    checksums.write_checksums(partial, about)
     if final.exists():
         shutil.rmtree(final)
     os.rename(partial, final)
@@ -43,20 +45,31 @@ def step_of(checkpoint: Path) -> int:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether every file that the checkpoint lists is there at its size."""
-    try:
-        files = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))
-        return all((checkpoint / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, AttributeError):
-        return False
+    """Whether every file that the checkpoint lists is there at its size; :func:`last_whole` reads them too."""
+    return not checksums.damage(checkpoint, sizes_only=True)
 
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints of ``folder``, by step."""
-    if not folder.is_dir():
-        return []
-    named = [entry for entry in folder.iterdir() if entry.is_dir() and _NAME.fullmatch(entry.name)]
-    return sorted((entry for entry in named if is_complete(entry)), key=step_of)
+    return [entry for entry in _named(folder) if is_complete(entry)]
+
+
+def last_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The last checkpoint of ``folder`` that holds the bytes that were written; damaged ones after it are removed.
+
+    Args:
+        say: told which files of which checkpoint are damaged, and of a checkpoint that carries no checksums.
+    """
+    for checkpoint in reversed(_named(folder)):
+        found = checksums.damage(checkpoint)
+        if not found:
+            kept = checksums.read_checksums(checkpoint)
+            if kept is not None and not kept.hashed:
+                say(f"{checkpoint}: an earlier version wrote it without checksums, so its files are taken as they are")
+            return checkpoint
+        say(f"{checkpoint}: {checksums.first_of(found)}; this checkpoint is damaged and is removed")
+        shutil.rmtree(checkpoint)
+    return None
 
 
 def prune(folder: Path, keep: int = KEPT) -> None:
@@ -73,3 +86,9 @@ def discard_unfinished(folder: Path) -> None:
     for entry in folder.iterdir():
         if entry.is_dir() and entry not in good and (entry == staging(folder) or _NAME.fullmatch(entry.name)):
             shutil.rmtree(entry)
+
+
+def _named(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((entry for entry in folder.iterdir() if entry.is_dir() and _NAME.fullmatch(entry.name)), key=step_of)

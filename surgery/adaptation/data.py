@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,25 @@ def phase_seed(recipe: Recipe, index: int) -> int:
     return recipe.seed * 1_000_003 + index
 
 
-def build(recipe: Recipe, index: int, length: int, tokenizer: Any, vocabulary: int, folder: Path) -> Any:
+def build(
+    recipe: Recipe,
+    index: int,
+    length: int,
+    tokenizer: Any,
+    vocabulary: int,
+    folder: Path,
+    *,
+    content: Sequence[str] = (),
+    verify: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Any:
     """The data set of phase ``index`` with ``length`` items.
 
     Args:
         tokenizer: the model's; vocabulary: the model's size.
         folder: where tokens are kept while the run lasts, so that a resumed phase reads the same.
+        content: SHA-256 of what the sources hold now; tokens made from other content are made again.
+        verify: read the kept tokens through and compare their checksums. say: told where they are damaged.
 
     Raises:
         UsageError: text shorter than one context, records of another form, tokens the model has not.
@@ -75,10 +88,11 @@ def build(recipe: Recipe, index: int, length: int, tokenizer: Any, vocabulary: i
         share = 1.0 if len(entries) == 1 else SLACK * weight / whole
         limit = int(share * length * phase.context) + 10 * phase.context + 1
         key = tokens_key(sources=found, tokenizer=_fingerprint(tokenizer), limit=limit)
-        cached = read_tokens(folder / key, name)
+        cached = read_tokens(folder / key, name, content, verify=verify, say=say)
         if cached is None:
-            write_tokens(folder / key, tokenise(training_documents(found), tokenizer, limit), vocabulary)
-            cached = read_tokens(folder / key, name)
+            documents = training_documents(found)
+            write_tokens(folder / key, tokenise(documents, tokenizer, limit), vocabulary, content)
+            cached = read_tokens(folder / key, name, content, verify=False)
         tokens.append(cached)
     return PackedDataset(tokens, [weight for _, weight, _ in entries], phase.context, length, seed)
 

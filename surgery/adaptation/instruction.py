@@ -9,6 +9,7 @@ A record is one JSON object a line, in one of three forms:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,7 @@ class InstructDataset(Dataset):
 
     Attributes:
         dropped: examples longer than a window, left out.
+        digest: SHA-256 of all that is read.
 
     Raises:
         UsageError: every example is longer than a window.
@@ -114,6 +116,10 @@ class InstructDataset(Dataset):
                 f"data: {name}: none of {len(examples)} examples fits a context of {context} tokens; raise context"
             )
         self.context, self.length, self.padding = context, length, padding
+        read = hashlib.sha256()
+        for example in examples:
+            read.update(len(example.ids).to_bytes(8, "little") + example.ids.tobytes() + example.answer.tobytes())
+        self.digest = read.hexdigest()
         self.bins: list[list[Example]] = []
         room = 0
         for number in np.random.default_rng([seed, 0]).permutation(len(fitting)):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from surgery.checkpoint.staging import write_atomic
 from surgery.results import strict
+
+METRICS = "metrics.jsonl"
 
 
 @dataclass
@@ -50,19 +53,34 @@ class Watcher(Protocol):
 
 
 def truncate(path: Path, step: int) -> None:
-    """Drop the lines of a metrics.jsonl that belong to steps after ``step``, and a last line that was cut short."""
+    """Drop the lines of a metrics.jsonl that belong to steps after ``step``, lines that cannot be read, as a last one
+    that was cut short, and all but the last line of a step."""
     if not path.is_file():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    kept: dict[int, bytes] = {}
+    for line in path.read_bytes().splitlines():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
+            number = json.loads(line)["step"]
+            if number <= step:
+                kept[number] = line
         except (ValueError, KeyError, TypeError):
             continue
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
+    write_atomic(path, b"".join(kept[number] + b"\n" for number in sorted(kept)))
+
+
+def restore(path: Path, saved: Path) -> bool:
+    """Let a metrics.jsonl begin with what a checkpoint kept of it; what follows is dropped.
+
+    Returns:
+        Whether the file had other content up to there: it was damaged, changed or lost.
+    """
+    kept = saved.read_bytes()
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size == len(kept) and path.read_bytes() == kept:
+            return False
+    changed = not path.is_file() or not path.read_bytes().startswith(kept)
+    write_atomic(path, kept)
+    return changed
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -103,7 +121,7 @@ class TensorBoard:
     def begin(self, step: int, steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def step(self, step: Step) -> None:
         scalars = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,8 @@ from torch.utils.data import Dataset
 
 from surgery.adaptation.losses import IGNORED
 from surgery.adaptation.schedules import BatchShape
+from surgery.checkpoint.checksums import describe_files, sha256
+from surgery.checkpoint.staging import write_atomic
 from surgery.errors import UsageError
 
 Item = dict[str, Tensor]
@@ -37,11 +39,13 @@ class PackedTokens:
         ids: [N] token ids, often a memory map.
         starts: [M] where each document begins, ascending, the first 0.
         name: what the source is called.
+        digest: SHA-256 of what the files hold, empty where they are not kept.
     """
 
     ids: np.ndarray
     starts: np.ndarray
     name: str
+    digest: str = ""
 
     def windows(self, context: int) -> int:
         """Whole windows of ``context`` tokens and the one that follows each."""
@@ -92,8 +96,13 @@ def tokenise(documents: Iterable[str], tokenizer: Any, limit: int | None = None)
             yield ids
 
 
-def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocabulary: int) -> None:
-    """Write ``path``.ids and ``path``.starts, complete or not at all.
+def write_tokens(
+    path: Path, documents: Iterable[Sequence[int]], vocabulary: int, content: Sequence[str] = ()
+) -> None:
+    """Write the token ids, the documents' starts and, last, ``path``.json with their checksums.
+
+    Args:
+        content: SHA-256 of what the documents were read from.
 
     Raises:
         UsageError: a token that the model's vocabulary does not hold.
@@ -115,19 +124,67 @@ def write_tokens(path: Path, documents: Iterable[Sequence[int]], vocabulary: int
             starts.append(count)
             count += len(ids)
             stream.write(np.asarray(ids, dtype=kind).tobytes())
-    np.save(path.with_name(path.name + ".starts.npy"), np.asarray(starts, dtype=np.int64))
-    # the ids' name is the one that a reader looks for, so it appears last
-    os.replace(partial, path.with_name(f"{path.name}.{np.dtype(kind).name}"))
+    for former in (f"{path.name}.json", f"{path.name}.uint16", f"{path.name}.uint32"):
+        path.with_name(former).unlink(missing_ok=True)  # never beside new starts
+    np.save(_starts_file(path), np.asarray(starts, dtype=np.int64))
+    # the ids' name is the one that a reader looks for, so it appears after the starts
+    os.replace(partial, _ids_file(path, np.dtype(kind).name))
+    _describe_tokens(path, np.dtype(kind).name, content)
 
 
-def read_tokens(path: Path, name: str) -> PackedTokens | None:
-    """What :func:`write_tokens` wrote, or None."""
-    for kind in (np.uint16, np.uint32):
-        file = path.with_name(f"{path.name}.{np.dtype(kind).name}")
-        if file.is_file():
-            ids = np.memmap(file, dtype=kind, mode="r") if file.stat().st_size else np.empty(0, dtype=kind)
-            return PackedTokens(ids, np.load(path.with_name(path.name + ".starts.npy")), name)
-    return None
+def read_tokens(
+    path: Path,
+    name: str,
+    content: Sequence[str] = (),
+    *,
+    verify: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> PackedTokens | None:
+    """What :func:`write_tokens` wrote; None where it is not there, was made from other content, or is damaged.
+
+    Args:
+        content: as it is now; see :func:`write_tokens`.
+        verify: read the files and compare their checksums.
+        say: told of damage.
+    """
+    kind = next((kind for kind in (np.uint16, np.uint32) if _ids_file(path, np.dtype(kind).name).is_file()), None)
+    if kind is None:
+        return None
+    about = path.with_name(path.name + ".json")
+    if not about.is_file():  # of a version that kept none, or killed before it was written
+        _describe_tokens(path, np.dtype(kind).name, content)
+    try:
+        kept = json.loads(about.read_text(encoding="utf-8"))
+        files, made_from = dict(kept["files"]), list(kept["content"])
+        whole = len(files) == 2 and all(
+            (path.parent / file).stat().st_size == row["bytes"]
+            and (not verify or sha256(path.parent / file) == row["sha256"])
+            for file, row in files.items()
+        )
+        digest = " ".join(str(row["sha256"]) for row in files.values())
+    except (OSError, ValueError, KeyError, TypeError):
+        whole, made_from, digest = False, list(content), ""
+    if not whole:
+        say(f"{path}: the tokens kept of {name} are damaged (they are not what was written) and are made again")
+        return None
+    if made_from != list(content):
+        return None
+    file = _ids_file(path, np.dtype(kind).name)
+    ids = np.memmap(file, dtype=kind, mode="r") if file.stat().st_size else np.empty(0, dtype=kind)
+    return PackedTokens(ids, np.load(_starts_file(path)), name, digest)
+
+
+def _ids_file(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.name}.{kind}")
+
+
+def _starts_file(path: Path) -> Path:
+    return path.with_name(path.name + ".starts.npy")
+
+
+def _describe_tokens(path: Path, kind: str, content: Sequence[str]) -> None:
+    files = describe_files(path.parent, [_ids_file(path, kind).name, _starts_file(path).name])
+    write_atomic(path.with_name(path.name + ".json"), json.dumps({"files": files, "content": list(content)}) + "\n")
 
 
 def tokens_key(**what: Any) -> str:
@@ -173,6 +230,7 @@ class PackedDataset(Dataset):
         for source in sources:
             require_window(source.name, len(source.ids), context)
         self.sources, self.context, self.length = list(sources), context, length
+        self.digest = " ".join(source.digest for source in sources)  # of all that is read
         self.decks = [Deck(s.windows(context), (seed, 1 + number)) for number, s in enumerate(sources)]
         self._choice = self._place = None
         if len(self.sources) > 1:

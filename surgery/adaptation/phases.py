@@ -6,7 +6,7 @@ import functools
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +18,22 @@ from safetensors.torch import load_file
 
 from surgery.adaptation import capacity, checkpoints, data, saving, teaching
 from surgery.adaptation.distiller import Distiller
-from surgery.adaptation.monitoring import MetricsFile, TensorBoard, Watcher, Watchers, read_metrics
+from surgery.adaptation.monitoring import (
+    METRICS,
+    MetricsFile,
+    TensorBoard,
+    Watcher,
+    Watchers,
+    read_metrics,
+    restore,
+)
 from surgery.adaptation.parameters import Selection, optimizer, select
 from surgery.adaptation.schedules import BatchShape, DoseSchedule, batch_shape, learning_rate_factor
 from surgery.adaptation.teaching import Body
+from surgery.checkpoint import checksums
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import disk_errors_at
-from surgery.errors import JobError
+from surgery.errors import JobError, UsageError
 from surgery.evaluation.loading import load_tokenizer
 from surgery.graft.compiling import compiled_mixers, remark, wanted
 from surgery.hosts import adapter_for, load_model
@@ -67,7 +76,8 @@ def phase_folder(run: Path, index: int, phase: Phase) -> Path:
 
 def is_finished(folder: Path) -> bool:
     """Whether a phase has left its model; the directory gets its name when it is complete."""
-    return (folder / "model" / "config.json").is_file()
+    model = folder / "model"
+    return model.is_dir() and any(model.iterdir())
 
 
 def is_started(folder: Path) -> bool:
@@ -113,13 +123,22 @@ def choose(recipe: Recipe, index: int, body: Body, dose: DoseSchedule) -> Select
     return selection
 
 
-def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, options: Options) -> dict[str, Any]:
+def run_phase(
+    recipe: Recipe,
+    index: int,
+    start: Path,
+    base: Path,
+    run: Path,
+    options: Options,
+    content: Sequence[str] = (),
+) -> dict[str, Any]:
     """Run or resume phase ``index`` and write its model.
 
     Args:
         start: the checkpoint that the phase starts from.
         base: the teacher's checkpoint.
         run: the run directory.
+        content: SHA-256 of what the phase's sources hold.
 
     Returns:
         Figures of the phase: steps, tokens, passes over the text, first and last loss, dose.
@@ -140,17 +159,22 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
     steps = phase.total_steps
     micro = options.micro_batch or capacity.sequences_a_forward(body.model, phase.context, options.device)
     shape = batch_shape(phase.sequences, phase.context, options.devices, micro)
-    saved = checkpoints.complete(folder / "checkpoints")
-    if not (saved and checkpoints.step_of(saved[-1]) == steps):
+    with PartialState().main_process_first():
+        saved = _resume_from(folder, phase, options)
+    if saved is None or checkpoints.step_of(saved) != steps:
         distiller = _distiller(phase, body, selection, open_checkpoint(base), options)
         body.model.train()
-        trainer = _trainer(recipe, index, run, distiller, selection, memories, shape, dose, source, options)
-        _train(trainer, phase, saved[-1] if saved else None, folder, options)
+        with PartialState().main_process_first():
+            items = _items(recipe, index, run, steps * shape.sequences, body, source, options, content)
+        about = {"tokens": items.digest, "start": checksums.identity(start)}
+        _require_same(about, saved, folder, phase, start)
+        trainer = _trainer(recipe, index, run, distiller, selection, memories, shape, dose, items, about, options)
+        _train(trainer, phase, saved, folder, options)
         body.model.eval()
-        saved = checkpoints.complete(folder / "checkpoints")
+        saved = checkpoints.complete(folder / "checkpoints")[-1]
     # the last checkpoint holds what is written, whether this process trained it or an earlier one
     with torch.no_grad():
-        for name, tensor in load_file(saved[-1] / "model.safetensors").items():
+        for name, tensor in load_file(saved / "model.safetensors").items():
             selection.trained[name].copy_(tensor)
         for memory in memories.values():
             memory.dose.fill_(dose.at(steps - 1))
@@ -160,16 +184,81 @@ def run_phase(recipe: Recipe, index: int, start: Path, base: Path, run: Path, op
         "sequences_per_step": shape.sequences,
         "trained_parameters": sum(parameter.numel() for parameter in selection.trained.values()),
         "dose": dose.at(steps - 1),
-        **_losses(folder / "metrics.jsonl"),
+        **_losses(folder / METRICS),
     }
     if options.main:
         changed = saving.trained_tensors(selection, memories, body.mixers, stored)
         ties = adapter_for(source.config).ties(source.config)
-        saving.write_model(folder / "model", source, changed, ties=ties)
+        metrics = checksums.entry(folder / METRICS) if (folder / METRICS).is_file() else None
+        about = {"figures": figures, "metrics": metrics}
+        saving.write_model(folder / "model", source, changed, about, ties=ties)
     PartialState().wait_for_everyone()
     if options.main:
         shutil.rmtree(folder / "checkpoints")
     return figures
+
+
+def _resume_from(folder: Path, phase: Phase, options: Options) -> Path | None:
+    """The checkpoint that a phase goes on from, every byte of it as it was written; None: it starts at its beginning.
+
+    The metrics go on from the steps that the checkpoint kept, whatever has become of the file since.
+    """
+    saved = checkpoints.complete(folder / "checkpoints")
+    if not options.main:  # the main process has looked and removed what is damaged
+        return saved[-1] if saved else None
+    begun = bool(saved)
+    last = checkpoints.last_whole(folder / "checkpoints", options.say)
+    if begun and last is None:
+        options.say(f"phase {phase.label}: no whole checkpoint is left, so the phase starts over")
+    if last is not None and (last / METRICS).is_file() and restore(folder / METRICS, last / METRICS):
+        options.say(f"{folder / METRICS}: is not what was written; restored up to step {checkpoints.step_of(last)}")
+    return last
+
+
+def _items(
+    recipe: Recipe,
+    index: int,
+    run: Path,
+    length: int,
+    body: Body,
+    source: Checkpoint,
+    options: Options,
+    content: Sequence[str],
+) -> Any:
+    phase = recipe.phases[index]
+    vocabulary = body.model.config.vocab_size
+    tokenizer = load_tokenizer(source.directory, vocabulary)
+    about = {"content": content, "verify": options.main, "say": options.say}
+    items = data.build(recipe, index, length, tokenizer, vocabulary, run / "data", **about)
+    dropped = getattr(items, "dropped", 0)
+    if dropped:
+        options.say(f"phase {phase.label}: {dropped} examples are longer than a context and are left out")
+    again = max(items.passes(len(items)))
+    if again:
+        options.say(f"phase {phase.label}: its text is shorter than the phase and is begun {again} more times")
+    return items
+
+
+def _require_same(about: dict[str, Any], saved: Path | None, folder: Path, phase: Phase, start: Path) -> None:
+    """Refuse to go on from another model, or with other tokens, than those of the steps before.
+
+    Args:
+        about: what the phase has now; see :func:`surgery.adaptation.checkpoints.publish`.
+
+    Raises:
+        UsageError: naming the phase.
+    """
+    before = {} if saved is None else checksums.about(saved)
+    why = {
+        "tokens": "its data gives other tokens than before: a hub's data set or the library that tokenises has changed",
+        "start": f"it was begun from another model than {start} is now",
+    }
+    for key, reason in why.items():
+        if before.get(key) not in (None, about[key]):
+            raise UsageError(
+                f"phase {phase.label}: {reason}\n"
+                f"  restore it, or remove {folder} to start the phase over from its beginning"
+            )
 
 
 def _student(source: Checkpoint, layers: list[int], options: Options) -> Body:
@@ -208,7 +297,8 @@ def _trainer(
     memories: dict[int, Any],
     shape: BatchShape,
     dose: DoseSchedule,
-    source: Checkpoint,
+    items: Any,
+    about: dict[str, Any],
     options: Options,
 ) -> Any:
     from surgery.adaptation.trainer import PhaseTrainer, arguments
@@ -216,16 +306,6 @@ def _trainer(
     phase = recipe.phases[index]
     folder = phase_folder(run, index, phase)
     steps = phase.total_steps
-    vocabulary = distiller.model.config.vocab_size
-    tokenizer = load_tokenizer(source.directory, vocabulary)
-    with PartialState().main_process_first():
-        items = data.build(recipe, index, steps * shape.sequences, tokenizer, vocabulary, run / "data")
-    dropped = getattr(items, "dropped", 0)
-    if dropped:
-        options.say(f"phase {phase.label}: {dropped} examples are longer than a context and are left out")
-    again = max(items.passes(len(items)))
-    if again:
-        options.say(f"phase {phase.label}: its text is shorter than the phase and is begun {again} more times")
     if options.main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoints.discard_unfinished(folder / "checkpoints")
@@ -236,7 +316,7 @@ def _trainer(
         adam, lambda step: learning_rate_factor(step, steps, warmup, schedule)
     )
     title = f"{index + 1}/{len(recipe.phases)} {phase.label}"
-    members = [MetricsFile(folder / "metrics.jsonl"), TensorBoard(folder / "tensorboard"), *options.watchers(title)]
+    members = [MetricsFile(folder / METRICS), TensorBoard(folder / "tensorboard"), *options.watchers(title)]
     return PhaseTrainer(
         distiller,
         arguments(
@@ -257,6 +337,7 @@ def _trainer(
         shape=shape,
         layer_of=layer_of,
         watcher=Watchers(members if options.main else []),
+        about=about,
     )
 
 

@@ -8,14 +8,16 @@
     RUN/phases/NN-name/model/             once it is finished
     RUN/evaluation/before.json, after.json
 
-A phase is finished when its model directory is there, which appears in one step. Settings of a phase that has begun
-are fixed; those of later phases, and of evaluation and export, may still be changed.
+A phase is finished when its model directory is there, which appears in one step. Settings and data of a phase that has
+begun are fixed; those of later phases, and of evaluation and export, may still be changed. One process holds the run,
+and every model and checkpoint in it carries the checksums of its files in complete.json.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ from accelerate import PartialState
 
 import surgery
 from surgery import kernel_check
-from surgery.adaptation import data, measuring
+from surgery.adaptation import data, inputs, measuring
 from surgery.adaptation.capacity import check_second_model
+from surgery.adaptation.continuing import RECIPE, check_files, continued, note_in_force, phase_records
+from surgery.adaptation.environment import in_force, shielded
 from surgery.adaptation.phases import (
     TEACHING,
     Options,
@@ -40,9 +44,10 @@ from surgery.adaptation.phases import (
 )
 from surgery.adaptation.schedules import batch_shape
 from surgery.adaptation.teaching import body_of, layers_since, shares_weights
-from surgery.checkpoint.manifest import FILE, PhaseRecord, RunManifest, read_manifest, write_manifest
+from surgery.checkpoint.checksums import COMPLETE, write_checksums
+from surgery.checkpoint.manifest import FILE, SCHEMA, RunManifest, write_manifest
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
-from surgery.checkpoint.staging import existing_parent, staged_directory, write_atomic
+from surgery.checkpoint.staging import claimed_run, staged_directory, write_atomic
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.loading import load_tokenizer, locate, reads_alike
 from surgery.hosts import adapter_for, commit, load_model, resolve
@@ -50,10 +55,7 @@ from surgery.hosts import read_config as completed_config
 from surgery.kernels import dispatch
 from surgery.memory import create
 from surgery.plan import why_inexact
-from surgery.recipe import Recipe, load_recipe
-
-RECIPE = "recipe.yaml"
-FREE = ("evaluation", "export", "phases", "max_drift", "inspection")  # sections that may change after the swap
+from surgery.recipe import Recipe
 
 
 def distill(
@@ -76,10 +78,24 @@ def distill(
         What ``surgery distill --json`` writes: the run's manifest, its model, and the reports' figures.
 
     Raises:
-        UsageError: the recipe, its data or its evaluation do not allow it, or the run was begun with other settings.
+        UsageError: the recipe, its data or its evaluation do not allow it, the run was begun with other settings or
+            inputs, another process holds it, or the model that it goes on from is damaged.
         JobError: the swap drifts too far, a number is not finite, memory or disk are full.
     """
     options = options or Options()
+    with claimed_run(run) if options.main else nullcontext(), shielded(options.device, options.say) as ignored:
+        return _distill(recipe, run, start, options, evaluate, offline, ignored)
+
+
+def _distill(
+    recipe: Recipe,
+    run: Path,
+    start: str | None,
+    options: Options,
+    evaluate: bool,
+    offline: bool | None,
+    ignored: list[str],
+) -> dict[str, Any]:
     # the other processes wait while the first tokenises or measures, however long that takes
     state = PartialState(cpu=options.device == "cpu", timeout=timedelta(days=7))
     with state.main_process_first(), recipe.at(("model",)):  # it downloads, or converts, where that is needed
@@ -106,6 +122,8 @@ def distill(
     if evaluate and not (run / "evaluation" / "before.json").is_file() and options.main:
         baseline, report = measuring.figures(recipe, base, "base", options)
         measuring.write_report(run, "before", report, recipe)
+    if pending:
+        note_in_force(manifest, in_force(options.device, options.devices, ignored), options)
     state.wait_for_everyone()
     for index in range(len(recipe.phases)):
         record = manifest.phases[index]
@@ -114,7 +132,8 @@ def distill(
         after.unlink(missing_ok=True)
         record.status = "running"
         _write(run, manifest, options)
-        figures = run_phase(recipe, index, starts[index], base, run, options)
+        content = [found.sha256 for found in record.data or ()]
+        figures = run_phase(recipe, index, starts[index], base, run, options, content)
         record.status, record.figures = "finished", figures
         _write(run, manifest, options)
         state.wait_for_everyone()
@@ -137,50 +156,33 @@ def distill(
     }
 
 
-def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """The YAML paths at which two recipes differ, with both values."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in [*old, *(key for key in new if key not in old)]:
-            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-    elif isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and len(old) == len(new):
-        for number, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from differences(one, other, f"{path}[{number}]")
-    elif old != new:
-        yield f"{path}: {_shown(old)} before, {_shown(new)} now"
-
-
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    return recipe.model_dump(mode="json", by_alias=True, warnings=False)
-
-
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _begin(
     recipe: Recipe, run: Path, base: Path, start: str | None, options: Options, offline: bool | None
 ) -> RunManifest:
     """The manifest of a new run, or of an old one that the recipe may continue. Applies where nothing is applied."""
-    if not existing_parent(run / FILE).is_dir():
-        raise UsageError(f"--run {run}: {existing_parent(run / FILE)} is a file; name a directory")
     if (run / FILE).is_file():
-        manifest = _continue(recipe, run, start)
-    elif run.is_dir() and any(entry.name != "applied" and not entry.name.startswith(".") for entry in run.iterdir()):
+        manifest = continued(recipe, run, base)
+    elif _holds_others(run, recipe):
         raise UsageError(f"--run {run}: holds files but no {FILE}, so it is no run\n  name a new or empty directory")
     else:
         manifest = None
     applied = run / "applied"
     drift = manifest.drift if manifest else None
-    if not (applied / "config.json").is_file():
+    made = manifest is None and not (applied / COMPLETE).is_file()
+    if not applied.is_dir() or not any(applied.iterdir()):
         if start is None:
             drift = _apply(recipe, applied, options, offline)
         else:
             source = _start(start)
             _swap(recipe, source, base)  # before it is copied
             drift = _copy(source, applied)
+        made = True
     elif manifest is None and start is not None:
         _check_same(_start(start), applied)
+    if options.main:
+        if made:
+            write_checksums(applied)
+        check_files(recipe, run, options, old=manifest is not None and manifest.schema_version == 1)
     swap = _swap(recipe, applied, base)
     if manifest is None:
         manifest = RunManifest(
@@ -192,58 +194,24 @@ def _begin(
             rule=swap["rule"],
             exact=_is_exact(open_checkpoint(applied), open_checkpoint(base)),
             drift=drift,
+            inputs=inputs.of_base(base),
         )
+    manifest.schema_version = SCHEMA
     manifest.recipe, manifest.overrides = recipe.name, list(recipe.overrides)
-    figures = {phase.name: phase.figures for phase in manifest.phases}
-    manifest.phases = [
-        PhaseRecord(
-            name=phase.label,
-            kind=phase.kind,
-            status="finished" if is_finished(phase_folder(run, index, phase)) else "pending",
-            steps=phase.total_steps,
-            tokens=phase.total_tokens,
-            figures=figures.get(phase.label, {}),
-        )
-        for index, phase in enumerate(recipe.phases)
-    ]
+    manifest.phases = phase_records(recipe, run, manifest)
     if options.main:
         write_atomic(run / RECIPE, recipe.text)
         write_manifest(run, manifest)
     return manifest
 
 
-def _continue(recipe: Recipe, run: Path, start: str | None) -> RunManifest:
-    """The manifest of a run that was begun before, if ``recipe`` agrees with what has been done.
-
-    Raises:
-        UsageError: it does not; the message names the first difference.
-    """
-    manifest = read_manifest(run)
-    if not (run / RECIPE).is_file():
-        raise UsageError(
-            f"{run / RECIPE}: is missing, so it is not known with which settings the run was begun\n"
-            "  put it back, or name a new --run"
-        )
-    before = load_recipe(run / RECIPE, manifest.overrides)
-    old, new = _plain(before), _plain(recipe)
-    fixed = [d for key in old if key not in FREE for d in differences(old[key], new[key], key)]
-    for index, phase in enumerate(before.phases):
-        if not is_started(phase_folder(run, index, phase)):
-            continue
-        path = f"phases[{index}]"
-        if index >= len(recipe.phases):
-            fixed.append(f"{path}: {phase.label} before, absent now")
-            continue
-        fixed += differences(old["phases"][index], new["phases"][index], path)
-        doses = before.doses()[index], recipe.doses()[index]
-        fixed += differences(*map(list, doses), f"{path}.dose") if before.phases[index].dose is None else []
-    if fixed:
-        more = f" (and {len(fixed) - 1} more)" if len(fixed) > 1 else ""
-        raise UsageError(
-            f"{recipe.path}: {run} was begun with other settings\n  {fixed[0]}{more}\n"
-            "  restore them, name another --run, or remove the directory of a phase to start that phase over"
-        )
-    return manifest
+def _holds_others(run: Path, recipe: Recipe) -> bool:
+    """Whether a directory holds anything but the beginnings of a run that was killed before it had its manifest."""
+    if not run.is_dir():
+        return False
+    others = [entry for entry in run.iterdir() if entry.name != "applied" and not entry.name.startswith(".")]
+    begun = [run / RECIPE] if (run / RECIPE).is_file() and (run / RECIPE).read_bytes() == recipe.text.encode() else []
+    return others not in ([], begun)
 
 
 def _apply(recipe: Recipe, applied: Path, options: Options, offline: bool | None) -> dict[str, Any] | None:
@@ -268,7 +236,7 @@ def _copy(source: Path, applied: Path) -> None:
     """A run owns the checkpoint that it starts from."""
     checkpoint = open_checkpoint(source)
     with staged_directory(applied, checkpoint.weight_bytes) as staging:
-        shutil.copytree(source, staging, dirs_exist_ok=True)
+        shutil.copytree(source, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns(COMPLETE))
 
 
 def _check_same(source: Path, applied: Path) -> None:
@@ -276,6 +244,8 @@ def _check_same(source: Path, applied: Path) -> None:
         {p.name: p.stat().st_size for p in folder.iterdir() if p.suffix in (".safetensors", ".json")}
         for folder in (source, applied)
     ]
+    for found in sizes:
+        found.pop(COMPLETE, None)
     if sizes[0] != sizes[1]:
         raise UsageError(f"--from {source}: {applied} holds another checkpoint already\n  name a new --run")
 

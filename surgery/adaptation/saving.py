@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from surgery.adaptation.parameters import Selection
+from surgery.checkpoint.checksums import write_checksums
 from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory
 from surgery.checkpoint.ties import held_ties
@@ -66,7 +67,7 @@ def write_model(
     final: Path,
     source: Checkpoint,
     changed: Mapping[str, Tensor],
-    files: Mapping[str, str] | None = None,
+    about: Mapping[str, Any] | None = None,
     ties: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``source`` with ``changed`` tensors into the new directory ``final``.
@@ -74,7 +75,7 @@ def write_model(
     Args:
         source: the checkpoint that training started from; shards without a changed tensor are copied byte for byte.
         changed: tensors by disk name, all of them in ``source``.
-        files: further text files by name.
+        about: what is kept beside the checksums of the files.
         ties: tensors that the configuration calls tied, name -> the name whose tensor it shares. Where ``source`` holds
             both with the same values, both are written in the new ones.
 
@@ -107,8 +108,7 @@ def write_model(
             copy_file(source.directory / path, staging / path)
         # as it lies there: what was opened may have more in it, taken from the tensors
         write_json(staging / "config.json", _float32(read_config(source.directory)))
-        for name, text in (files or {}).items():
-            (staging / name).write_text(text, encoding="utf-8")
+        write_checksums(staging, about)
 
 
 def _float32(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from surgery.adaptation import checkpoints
 from surgery.adaptation.distiller import Distiller
-from surgery.adaptation.monitoring import Step, Watcher
+from surgery.adaptation.monitoring import METRICS, Step, Watcher
 from surgery.adaptation.packing import MicroBatches
 from surgery.adaptation.parameters import MAX_GRAD_NORM, Selection
 from surgery.adaptation.schedules import BatchShape, DoseSchedule
 from surgery.adaptation.watchdog import check_gradients, check_loss
+from surgery.checkpoint.files import copy_file
 from surgery.errors import JobError
 from surgery.memory.base import MemoryRule
 
@@ -74,6 +75,7 @@ class PhaseTrainer(Trainer):
         dose: what every memory in ``memories`` is set to, step by step.
         layer_of: the name of a parameter -> how an error calls its layer.
         watcher: told of every step, on the main process.
+        about: what each checkpoint keeps beside its files' checksums.
 
     Raises:
         JobError: from ``train``, where a loss or a gradient is not finite; it names step and layer, and the last
@@ -97,6 +99,7 @@ class PhaseTrainer(Trainer):
         shape: BatchShape,
         layer_of: Callable[[str], str],
         watcher: Watcher,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             model=distiller,
@@ -109,7 +112,7 @@ class PhaseTrainer(Trainer):
         self.remove_callback(PrinterCallback)
         self.phase, self.selection, self.shape, self.data = phase, selection, shape, data
         self.dose, self.memories = dose, memories
-        self.layer_of, self.watcher = layer_of, watcher
+        self.layer_of, self.watcher, self.about = layer_of, watcher, about
         self.terms: Tensor | None = None
         self.gradient_norm = 0.0
         self._saving = False
@@ -189,7 +192,10 @@ class PhaseTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             name = f"checkpoint-{self.state.global_step}"
-            checkpoints.publish(checkpoints.staging(folder) / name, folder / name)
+            partial = checkpoints.staging(folder) / name
+            if (metrics := folder.parent / METRICS).is_file():  # every step up to this one; a resume begins with them
+                copy_file(metrics, partial / METRICS)
+            checkpoints.publish(partial, folder / name, self.about)
             shutil.rmtree(checkpoints.staging(folder), ignore_errors=True)
             checkpoints.prune(folder)
         self.accelerator.wait_for_everyone()

@@ -13,15 +13,29 @@ from surgery.checkpoint.staging import write_atomic
 from surgery.errors import UsageError
 from surgery.results import json_text
 
-SCHEMA = 1
+SCHEMA = 2
+READ = (1, 2)  # schema 1 knew neither ``inputs`` and ``data`` nor ``in_force``
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class InputRecord(_Record):
+    """A file that a run reads: its name, bytes, time of change and SHA-256.
+
+    The time says when the file need not be read again; only the SHA-256 says what it holds. An empty SHA-256 stands for
+    what has none, as a data set that is read from a hub.
+    """
+
+    name: str
+    bytes: int = 0
+    mtime_ns: int = 0
+    sha256: str = ""
+
+
 class PhaseRecord(_Record):
-    """One phase: where it stands, and what was measured at its end."""
+    """One phase: where it stands, what was measured at its end, and the data it reads."""
 
     name: str
     kind: str
@@ -29,12 +43,17 @@ class PhaseRecord(_Record):
     steps: int = 0
     tokens: int = 0
     figures: dict[str, Any] = Field(default_factory=dict)
+    data: list[InputRecord] | None = None  # None: of a version that did not look
 
 
 class RunManifest(_Record):
-    """A run: its base, the resolved layers, the drift of the swap, its phases."""
+    """A run: its base, the resolved layers, the drift of the swap, its phases, and what it was computed with.
 
-    schema_version: Literal[1] = Field(default=SCHEMA, alias="schema")
+    ``inputs`` are the base's files where the base is a local directory. ``in_force`` has an entry for each time that
+    work began with another machine, device, version or environment than before.
+    """
+
+    schema_version: Literal[1, 2] = Field(default=SCHEMA, alias="schema")
     surgery: str  # the version of this package that wrote it
     recipe: str
     overrides: list[str] = Field(default_factory=list)
@@ -45,6 +64,8 @@ class RunManifest(_Record):
     exact: bool
     drift: dict[str, Any] | None = None
     phases: list[PhaseRecord] = Field(default_factory=list)
+    inputs: list[InputRecord] | None = None
+    in_force: list[dict[str, Any]] = Field(default_factory=list)
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -63,9 +84,9 @@ def read_manifest(run: Path) -> RunManifest:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {error}\n  start the run again in a new directory") from None
     schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
+    if schema not in READ:
         raise UsageError(
-            f"{path}: has schema {schema!r}, and this version of surgery reads {SCHEMA}\n"
+            f"{path}: has schema {schema!r}, and this version of surgery reads {' and '.join(map(str, READ))}\n"
             "  use the version that wrote it, or start the run again in a new directory"
         )
     try:
@@ -80,4 +101,5 @@ def read_manifest(run: Path) -> RunManifest:
 
 def write_manifest(run: Path, manifest: RunManifest) -> None:
     """Write ``run.json`` in one step."""
-    write_atomic(Path(run) / FILE, json_text(manifest.model_dump(mode="json", by_alias=True)) + "\n")
+    value = manifest.model_dump(mode="json", by_alias=True) | {"schema": SCHEMA}
+    write_atomic(Path(run) / FILE, json_text(value) + "\n")

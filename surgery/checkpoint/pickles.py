@@ -152,7 +152,7 @@ def _convert(directory: Path, files: list[Path], target: Path) -> None:
     ties = adapter_for(config).ties(config)
     needed = sum(file.stat().st_size for file in files) + 1_000_000
     try:
-        with staged_directory(target, needed) as staging:
+        with staged_directory(target, needed, wait=True) as staging:
             weight_map: dict[str, str] = {}
             for number, file in enumerate(files, 1):
                 tensors = read_pickle(file)

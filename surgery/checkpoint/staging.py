@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from surgery.checkpoint.locking import LOCK, hold, neighbour, owner, read_owner, refuse_if_held
 from surgery.errors import JobError, UsageError
 
 try:
@@ -19,7 +22,7 @@ try:
 except ImportError:  # not on Windows: abandoned staging directories then stay until someone removes them
     fcntl = None
 
-LOCK = ".lock"
+STAGING = ".partial-"
 TORCH_SAVE_FAILED = ("PytorchStreamWriter failed writing", "unexpected pos", "iostream error")
 
 
@@ -90,40 +93,91 @@ def existing_parent(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def staged_directory(final: Path, needed: int = 0) -> Iterator[Path]:
+def claimed(output: Path, *, wait: bool = False) -> Iterator[Path]:
+    """Hold an output directory for this process, from before the work until it is written.
+
+    Args:
+        output: absent or empty; see :func:`check_output`.
+        wait: wait for a process that writes it now, instead of refusing.
+
+    Yields:
+        The resolved directory.
+
+    Raises:
+        UsageError: it is not free, or another process is about to write it.
+    """
+    final = check_output(output)
+    with _parents(final), _terminate_as_exception(), hold(neighbour(final, LOCK), f"--output {final}", wait=wait):
+        yield check_output(final)  # whoever held it until now may have written it
+
+
+@contextlib.contextmanager
+def claimed_run(run: Path) -> Iterator[None]:
+    """Hold a run directory for this process; makes it where it is not there, and removes it again if it stays empty.
+
+    The lock lies inside, because the directory above need not be this user's.
+
+    Raises:
+        UsageError: another process holds it or writes a checkpoint of that name, or its place is a file.
+    """
+    resolved = Path(run).expanduser().resolve()
+    parent = resolved if resolved.exists() else existing_parent(resolved)
+    if not parent.is_dir():
+        raise UsageError(f"--run {run}: {parent} is a file; name a directory")
+    refuse_if_held(neighbour(resolved, LOCK), f"--run {run}")
+    with _parents(resolved / LOCK), hold(resolved / LOCK, f"--run {run}"):
+        yield
+
+
+@contextlib.contextmanager
+def _parents(path: Path) -> Iterator[None]:
+    """The directories above ``path`` are there within the block; those that were made and stay empty go again."""
+    made = _make_parents(path.parent)
+    try:
+        yield
+    finally:
+        for directory in reversed(made):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+@contextlib.contextmanager
+def staged_directory(final: Path, needed: int = 0, *, wait: bool = False) -> Iterator[Path]:
     """A new directory beside ``final``, renamed to it when the block ends well and removed otherwise.
 
     Interrupts and SIGTERM count as failures. A directory that a killed process left behind is removed by the next call
-    with the same ``final``.
+    with the same ``final``. The output is held meanwhile (:func:`claimed`).
 
     Args:
         final: absent or empty; see :func:`check_output`.
         needed: bytes about to be written, checked against the free space first.
+        wait: wait for a process that writes it now, instead of refusing.
 
     Raises:
         UsageError: ``final`` is not free.
         JobError: the disk is full, or refuses a file.
     """
-    final = check_output(final)
-    check_space(final, needed)
-    made = _make_parents(final.parent)
-    _remove_abandoned(final)
-    staging = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
+    check_space(check_output(final), needed)
+    with claimed(final, wait=wait) as final:
+        _remove_abandoned(final)
+        with _staging(final) as staging:
+            yield staging
+
+
+@contextlib.contextmanager
+def _staging(final: Path) -> Iterator[Path]:
+    staging = Path(tempfile.mkdtemp(prefix=neighbour(final, STAGING).name, dir=final.parent))
     staging.chmod(0o777 & ~_umask())
     lock = _lock(staging)
     try:
-        with _terminate_as_exception():
-            yield staging
-            _sync_tree(staging)
-            (staging / LOCK).unlink(missing_ok=True)
-            check_output(final)  # somebody may have filled it meanwhile
-            os.rename(staging, final)
-            _sync_directory(final.parent)
+        yield staging
+        _sync_tree(staging)
+        (staging / LOCK).unlink(missing_ok=True)
+        check_output(final)  # somebody may have filled it meanwhile
+        os.rename(staging, final)
+        _sync_directory(final.parent)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
-        for directory in reversed(made):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
         if is_full(error):
             raise no_space(final) from error
         if isinstance(error, OSError) and error.filename is None:  # of an open file: a quota, a broken disk
@@ -218,23 +272,30 @@ def _umask() -> int:
 
 def _lock(staging: Path) -> int | None:
     handle = os.open(staging / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    os.write(handle, json.dumps(owner()).encode())
     if fcntl is not None:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # no locks here: then nobody may clean up either
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return handle
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove staging directories of the same output whose owner is gone: its lock is free."""
+    """Remove staging directories of the same output whose owner is gone: a process of this machine, whose lock is free.
+
+    Another machine's stay, since some file systems keep locks on each machine alone.
+    """
     if fcntl is None:
         return
-    for staging in final.parent.glob(f".{final.name}.partial-*"):
+    beginning = neighbour(final, STAGING).name
+    for staging in [path for path in final.parent.iterdir() if path.name.startswith(beginning)]:
         try:
             handle = os.open(staging / LOCK, os.O_RDWR)
         except OSError:
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(staging, ignore_errors=True)
+            if read_owner(handle).get("host", socket.gethostname()) == socket.gethostname():
+                shutil.rmtree(staging, ignore_errors=True)
         except OSError:
             pass
         finally:

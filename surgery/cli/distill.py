@@ -76,14 +76,15 @@ def distill(
     recipe_says(loaded.trust_remote_code)
     folder = run or Path("runs") / loaded.name
     where = pick_device(device)
-    main = int(os.environ.get("RANK", "0")) == 0
 
     from accelerate import PartialState
 
+    from surgery.adaptation.environment import processes
     from surgery.adaptation.phases import Options
     from surgery.adaptation.run import distill as run_recipe
 
-    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, devices = processes(os.environ)
+    main = rank == 0
     if where == "cuda" and devices == 1:
         _mention_idle_devices()
     options = Options(

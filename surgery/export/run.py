@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from surgery.checkpoint.layout import run_around
-from surgery.checkpoint.staging import check_output, staged_directory
+from surgery.checkpoint.staging import claimed, staged_directory
 from surgery.checkpoint.ties import own_head
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load_tokenizer, locate
@@ -96,9 +96,23 @@ def export(
         UsageError: nothing to export there, an output that is not free, an unknown dtype, no such control.
         JobError: the reload fails or gives other logits, no space. Nothing is left behind.
     """
-    final = check_output(output)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
+    with claimed(output) as final:
+        return _export(run, final, dtype, shard_size, measure, control, device, stage, progress)
+
+
+def _export(
+    run: str,
+    final: Path,
+    dtype: str | None,
+    shard_size: int | None,
+    measure: bool,
+    control: str | None,
+    device: str,
+    stage: Callable[[str], Any],
+    progress: Callable[[str, int, int], Any] | None,
+) -> Export:
     stage("reading the checkpoint")
     source = open_source(run)
     beside = None if control is None else _control(control)

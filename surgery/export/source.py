@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surgery.checkpoint.checksums import require_whole
 from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
 from surgery.checkpoint.values import check_values
 from surgery.errors import UsageError
@@ -76,6 +77,7 @@ def open_source(name: str) -> Source:
     from surgery.hosts import recognise
 
     located = locate(name)
+    require_whole(located.path)
     _, adapter = recognise(located.path)
     checkpoint = open_checkpoint(located.path)
     swap = checkpoint.config.get("surgery") or {}

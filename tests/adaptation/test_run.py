@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from surgery.adaptation import checkpoints
-from surgery.adaptation import run as runs
+from surgery.adaptation.continuing import FREE, differences
 from surgery.adaptation.monitoring import Listener, read_metrics
 from surgery.adaptation.phases import Options
-from surgery.adaptation.run import differences, distill
+from surgery.adaptation.run import distill
 from surgery.errors import JobError, UsageError
 from surgery.hosts import load_model, read_config
 
@@ -376,4 +376,4 @@ def test_differences_name_their_place():
     old = {"a": 1, "b": [1, {"c": 2}], "d": None}
     new = {"a": 1, "b": [1, {"c": 3}], "d": {"e": 4}}
     assert list(differences(old, new)) == ["b[1].c: 2 before, 3 now", "d: nothing before, {'e': 4} now"]
-    assert not list(differences(old, old)) and runs.FREE
+    assert not list(differences(old, old)) and FREE

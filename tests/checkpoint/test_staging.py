@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from surgery.checkpoint import staging
+from surgery.checkpoint.locking import LOCK
 from surgery.checkpoint.manifest import PhaseRecord, RunManifest, read_manifest, write_manifest
 from surgery.checkpoint.staging import check_output, staged_directory, write_atomic
 from surgery.errors import JobError, UsageError
@@ -143,24 +145,40 @@ def test_a_signal_leaves_nothing(sign, tmp_path):
 
 def test_a_killed_process_is_tidied_up_by_the_next(tmp_path):
     final = tmp_path / "out"
-    killed, alive = start_child(final), start_child(final)
+    killed = start_child(final)
     killed.kill()
     killed.wait(timeout=30)
-    assert not final.exists()
-    assert len(list(tmp_path.iterdir())) == 2
+    killed.stdout.close()
+    assert not final.exists() and len(list(tmp_path.iterdir())) == 2  # its staging directory and its lock file
     with staged_directory(final) as stage:
         (stage / "two").write_text("2")
-        left = set(tmp_path.iterdir())
-        assert len(left) == 2  # the living process's and this one's
+        assert stage in tmp_path.iterdir() and len(list(tmp_path.iterdir())) == 2
     assert [path.name for path in final.iterdir()] == ["two"]
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_a_living_process_is_named_and_its_work_is_left_alone(tmp_path):
+    final = tmp_path / "out"
+    alive = start_child(final)
+    before = sorted(tmp_path.rglob("*"))
+    words = rf"--output {final}: another process holds it \(pid {alive.pid} on .* since"
+    with pytest.raises(UsageError, match=words), staged_directory(final):
+        raise AssertionError("the block must not run")
+    assert sorted(tmp_path.rglob("*")) == before
     alive.terminate()
     alive.wait(timeout=30)
-    deadline = time.monotonic() + 10
-    while list(tmp_path.iterdir()) != [final] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert list(tmp_path.iterdir()) == [final]
-    for child in (killed, alive):
-        child.stdout.close()
+    alive.stdout.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_machines_staging_is_left_alone(tmp_path):
+    # some file systems keep locks on each machine alone, so that a free one says nothing there
+    for host, name in ((socket.gethostname(), "mine"), ("elsewhere", "theirs")):
+        (tmp_path / f".out.partial-{name}").mkdir()
+        (tmp_path / f".out.partial-{name}" / LOCK).write_text(json.dumps({"pid": 1, "host": host}))
+    with staged_directory(tmp_path / "out"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial-theirs", "out"]
 
 
 def test_one_file_in_one_step(tmp_path, monkeypatch):
@@ -186,13 +204,13 @@ def manifest():
 def test_manifest_is_read_back(tmp_path):
     write_manifest(tmp_path, manifest())
     assert read_manifest(tmp_path) == manifest()
-    assert '"schema": 1' in (tmp_path / "run.json").read_text()
+    assert '"schema": 2' in (tmp_path / "run.json").read_text()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (('"schema": 1', '"schema": 2'), ["schema 2", "reads 1"]),
+        (('"schema": 2', '"schema": 3'), ["schema 3", "reads 1 and 2"]),
         (('"layers"', '"layer"'), ["run.json"]),
         (('"finished"', '"done"'), ["phases.0.status"]),
         (("}", ""), ["cannot be read"]),
