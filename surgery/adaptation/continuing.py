@@ -99,6 +99,14 @@ def _data_changes(recipe: Recipe, index: int, manifest: RunManifest, finished: b
     return list(inputs.changes(before, now, f"phases[{index}], its data"))
 
 
+def remove_leftovers(run: Path) -> None:
+    """Remove the files that a killed process was about to put in the place of others."""
+    for folder in (run, run / "applied", *run.glob("phases/*")):
+        for file in folder.glob(".*.partial-*"):
+            if file.is_file():
+                file.unlink(missing_ok=True)
+
+
 def check_files(recipe: Recipe, run: Path, options: Options, *, old: bool) -> None:
     """Compare the applied checkpoint and the finished phases with their checksums, every byte of them.
 

@@ -29,7 +29,7 @@ import surgery
 from surgery import kernel_check
 from surgery.adaptation import data, inputs, measuring
 from surgery.adaptation.capacity import check_second_model
-from surgery.adaptation.continuing import RECIPE, check_files, continued, note_in_force, phase_records
+from surgery.adaptation.continuing import RECIPE, check_files, continued, note_in_force, phase_records, remove_leftovers
 from surgery.adaptation.environment import in_force, shielded
 from surgery.adaptation.phases import (
     TEACHING,
@@ -180,6 +180,7 @@ def _begin(
     elif manifest is None and start is not None:
         _check_same(_start(start), applied)
     if options.main:
+        remove_leftovers(run)
         if made:
             write_checksums(applied)
         check_files(recipe, run, options, old=manifest is not None and manifest.schema_version == 1)

@@ -31,7 +31,7 @@ except ImportError:  # not on Windows
 LOCK = ".lock"
 LONGEST = 180  # bytes of a directory's name that its hidden neighbours keep, of the 255 that a name may have
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
-_held: dict[tuple[Path, int], int] = {}  # lock file and thread -> open file
+_held: dict[tuple[Path, int], tuple[int, bool]] = {}  # lock file and thread -> open file, and whether it is locked
 _state = {"told": False, "forks": False}
 
 
@@ -63,8 +63,8 @@ def hold(file: Path, what: str, *, wait: bool = False) -> Iterator[None]:
     if key in _held:
         yield
         return
-    handle = _take(file, what, wait)
-    _held[key] = handle
+    handle, locked = _take(file, what, wait)
+    _held[key] = (handle, locked)
     try:
         yield
     finally:
@@ -96,14 +96,20 @@ def refuse_if_held(file: Path, what: str) -> None:
         os.close(handle)
 
 
-def _take(file: Path, what: str, wait: bool) -> int:
+def is_locked(file: Path) -> bool:
+    """Whether this thread holds the lock ``file``, and the file system keeps others from it."""
+    return _held.get((file, threading.get_ident()), (0, False))[1]
+
+
+def _take(file: Path, what: str, wait: bool) -> tuple[int, bool]:
     if not _state["forks"] and hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_let_go)
         _state["forks"] = True
     while True:
         handle = os.open(file, os.O_CREAT | os.O_RDWR, 0o666)
         try:
-            if not _lock(handle, file, what, wait):
+            locked = _lock(handle, file, what, wait)
+            if not locked:
                 break
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(file)):
@@ -114,7 +120,7 @@ def _take(file: Path, what: str, wait: bool) -> int:
         os.close(handle)  # the former holder removed the file between the two calls
     os.ftruncate(handle, 0)
     os.pwrite(handle, (json.dumps(owner()) + "\n").encode(), 0)
-    return handle
+    return handle, locked
 
 
 def _lock(handle: int, file: Path, what: str, wait: bool) -> bool:
@@ -173,7 +179,7 @@ def read_owner(handle: int) -> dict[str, Any]:
 
 def _let_go() -> None:
     """In a forked child: close the files, so that the parent's end frees its locks."""
-    for handle in _held.values():
+    for handle, _ in _held.values():
         with contextlib.suppress(OSError):
             os.close(handle)
     _held.clear()

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import hashlib
 import os
 import shutil
 import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from surgery.checkpoint.locking import LOCK, hold, neighbour, owner, read_owner, refuse_if_held
+from surgery.checkpoint.locking import LOCK, hold, is_locked, neighbour, refuse_if_held
 from surgery.errors import JobError, UsageError
 
-try:
-    import fcntl
-except ImportError:  # not on Windows: abandoned staging directories then stay until someone removes them
-    fcntl = None
-
 STAGING = ".partial-"
+ABANDONED = 86_400.0  # seconds without a change after which another machine's staging directory is taken for abandoned
 TORCH_SAVE_FAILED = ("PytorchStreamWriter failed writing", "unexpected pos", "iostream error")
 
 
@@ -166,13 +163,11 @@ def staged_directory(final: Path, needed: int = 0, *, wait: bool = False) -> Ite
 
 @contextlib.contextmanager
 def _staging(final: Path) -> Iterator[Path]:
-    staging = Path(tempfile.mkdtemp(prefix=neighbour(final, STAGING).name, dir=final.parent))
+    staging = Path(tempfile.mkdtemp(prefix=neighbour(final, f"{STAGING}{_machine()}-").name, dir=final.parent))
     staging.chmod(0o777 & ~_umask())
-    lock = _lock(staging)
     try:
         yield staging
         _sync_tree(staging)
-        (staging / LOCK).unlink(missing_ok=True)
         check_output(final)  # somebody may have filled it meanwhile
         os.rename(staging, final)
         _sync_directory(final.parent)
@@ -183,9 +178,6 @@ def _staging(final: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename is None:  # of an open file: a quota, a broken disk
             raise JobError(f"{final}: cannot be written or what it is made of read: {error.strerror}") from error
         raise
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
@@ -270,36 +262,29 @@ def _umask() -> int:
     return current
 
 
-def _lock(staging: Path) -> int | None:
-    handle = os.open(staging / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    os.write(handle, json.dumps(owner()).encode())
-    if fcntl is not None:
-        with contextlib.suppress(OSError):  # no locks here: then nobody may clean up either
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle
-
-
 def _remove_abandoned(final: Path) -> None:
-    """Remove staging directories of the same output whose owner is gone: a process of this machine, whose lock is free.
+    """Remove what killed processes left of the same output, which this process holds alone.
 
-    Another machine's stay, since some file systems keep locks on each machine alone.
+    Another machine's goes a day after its last change, since some file systems keep locks on each machine alone; where
+    there are no locks at all, nothing is removed.
     """
-    if fcntl is None:
+    if not is_locked(neighbour(final, LOCK)):
         return
-    beginning = neighbour(final, STAGING).name
-    for staging in [path for path in final.parent.iterdir() if path.name.startswith(beginning)]:
-        try:
-            handle = os.open(staging / LOCK, os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if read_owner(handle).get("host", socket.gethostname()) == socket.gethostname():
-                shutil.rmtree(staging, ignore_errors=True)
-        except OSError:
-            pass
-        finally:
-            os.close(handle)
+    any_machine, mine = neighbour(final, STAGING).name, neighbour(final, f"{STAGING}{_machine()}-").name
+    for staging in [path for path in final.parent.iterdir() if path.name.startswith(any_machine)]:
+        if staging.name.startswith(mine) or time.time() - _last_change(staging) > ABANDONED:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _machine() -> str:
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def _last_change(directory: Path) -> float:
+    try:
+        return max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
+    except OSError:
+        return time.time()
 
 
 @contextlib.contextmanager
@@ -321,7 +306,7 @@ def _terminate_as_exception() -> Iterator[None]:
 
 def _sync_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
-        if path.is_file() and path.name != LOCK:
+        if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     _sync_directory(directory)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from surgery.checkpoint import staging
-from surgery.checkpoint.locking import LOCK
 from surgery.checkpoint.manifest import PhaseRecord, RunManifest, read_manifest, write_manifest
 from surgery.checkpoint.staging import check_output, staged_directory, write_atomic
 from surgery.errors import JobError, UsageError
@@ -171,14 +168,32 @@ def test_a_living_process_is_named_and_its_work_is_left_alone(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_machines_staging_is_left_alone(tmp_path):
+def test_another_machines_staging_is_left_alone_for_a_day(tmp_path, monkeypatch):
     # some file systems keep locks on each machine alone, so that a free one says nothing there
-    for host, name in ((socket.gethostname(), "mine"), ("elsewhere", "theirs")):
-        (tmp_path / f".out.partial-{name}").mkdir()
-        (tmp_path / f".out.partial-{name}" / LOCK).write_text(json.dumps({"pid": 1, "host": host}))
-    with staged_directory(tmp_path / "out"):
+    final = tmp_path / "out"
+    mine = staging.neighbour(final, f"{staging.STAGING}{staging._machine()}-x")
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.socket, "gethostname", lambda: "elsewhere")
+        theirs = staging.neighbour(final, f"{staging.STAGING}{staging._machine()}-x")
+    old = theirs.with_name(theirs.name[:-1] + "y")
+    for directory in (mine, theirs, old):
+        directory.mkdir()
+        (directory / "weights").write_text("1")
+    for path in (old / "weights", old):
+        os.utime(path, (0, 0))
+    with staged_directory(final):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial-theirs", "out"]
+    assert sorted(tmp_path.iterdir()) == sorted([theirs, final])
+
+
+def test_a_long_name_has_hidden_neighbours(tmp_path):
+    final = tmp_path / ("x" * 255)
+    with staged_directory(final) as stage:
+        (stage / "one").write_text("1")
+    assert [path.name for path in tmp_path.iterdir()] == [final.name]
+    others = {staging.neighbour(tmp_path / (letter * 254 + "x"), ".lock").name for letter in "ab"}
+    others |= {staging.neighbour(tmp_path / ("a" * 254 + "y"), ".lock").name}
+    assert len(others) == 3
 
 
 def test_one_file_in_one_step(tmp_path, monkeypatch):
