@@ -30,7 +30,6 @@ from surgery import kernel_check
 from surgery.adaptation import data, inputs, measuring
 from surgery.adaptation.capacity import check_second_model
 from surgery.adaptation.continuing import RECIPE, check_files, continued, note_in_force, phase_records, remove_leftovers
-from surgery.adaptation.environment import in_force, shielded
 from surgery.adaptation.phases import (
     TEACHING,
     Options,
@@ -48,6 +47,7 @@ from surgery.checkpoint.checksums import COMPLETE, write_checksums
 from surgery.checkpoint.manifest import FILE, SCHEMA, RunManifest, write_manifest
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import claimed_run, staged_directory, write_atomic
+from surgery.environment import in_force, shielded
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.loading import load_tokenizer, locate, reads_alike
 from surgery.hosts import adapter_for, commit, load_model, resolve

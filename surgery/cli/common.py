@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,20 @@ JsonOption = Annotated[
         help="Write the result as JSON to a file, or alone to stdout with '-'.",
     ),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")]
+
+
+def _until_the_end(context: typer.Context, value: str) -> str:
+    """Give :func:`pick_device` a place for what holds until the command ends."""
+    _commands.append(context.with_resource(ExitStack()))
+    _commands[-1].callback(_commands.pop)
+    return value
+
+
+_commands: list[ExitStack] = []
+DeviceOption = Annotated[
+    str,
+    typer.Option("--device", metavar="auto|cpu|cuda", callback=_until_the_end, help="Where to compute."),
+]
 
 
 RevisionOption = Annotated[
@@ -105,16 +119,27 @@ TrustOption = Annotated[
 def pick_device(name: str) -> str:
     """The torch device for ``auto``, ``cpu`` or ``cuda``.
 
+    Until the command ends, the shell's environment does not change what is computed there; see
+    :mod:`surgery.environment`.
+
     Raises:
-        UsageError: unknown name, or cuda where there is none.
+        UsageError: unknown name, cuda where there is none, or a variable that would change what is computed.
     """
+    import os
+
     import torch
+
+    from surgery.environment import shielded
 
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"--device {name}: choose auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: no CUDA device is visible; use --device cpu")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    device = "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    if _commands:
+        say = partial(err.print, style="dim", highlight=False, markup=False, soft_wrap=True)
+        _commands[-1].enter_context(shielded(device, say if os.environ.get("RANK", "0") == "0" else lambda text: None))
+    return device
 
 
 def write_json(result: Any, target: str | None) -> bool:

@@ -79,9 +79,9 @@ def distill(
 
     from accelerate import PartialState
 
-    from surgery.adaptation.environment import processes
     from surgery.adaptation.phases import Options
     from surgery.adaptation.run import distill as run_recipe
+    from surgery.environment import processes
 
     rank, devices = processes(os.environ)
     main = rank == 0

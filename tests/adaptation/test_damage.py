@@ -121,6 +121,18 @@ def test_the_checkpoint_before_a_damaged_one_gives_the_same_bits(begun):
     assert [row["step"] for row in read_metrics(broken / FOLDER / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_tensorboard_shows_each_step_once(begun):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe, _, broken = begun
+    for step in (2, 4):
+        shutil.rmtree(broken / FOLDER / "checkpoints" / f"checkpoint-{step}")
+    resume(recipe, broken)  # from the beginning, where five steps have been written before
+    events = EventAccumulator(str(broken / FOLDER / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_phase_without_a_whole_checkpoint_starts_over(begun):
     recipe, straight, broken = begun
     for step in (2, 4):
@@ -220,6 +232,30 @@ def test_a_damaged_phase_is_named_by_every_command_that_reads_it(begun, tmp_path
         assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match=words):
         check_loadable(locate(str(straight)))
+
+
+def test_what_another_process_holds_is_left_alone(begun, tmp_path):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from surgery.checkpoint.staging import claimed, claimed_run
+    from surgery.export.run import export
+    from surgery.operation import apply
+    from surgery.revert import revert
+
+    recipe, straight, broken = begun
+    out = tmp_path / "out"
+    jobs = (
+        lambda: resume(recipe, broken),
+        lambda: apply(recipe, out, drift="skip"),
+        lambda: export(str(straight), out),
+        lambda: revert(str(straight), out),
+    )
+    with claimed_run(broken), claimed(out), ThreadPoolExecutor(1) as other:  # a lock knows threads as it does processes
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        for job in jobs:
+            with pytest.raises(UsageError, match=rf"another process holds it \(pid {os.getpid()} on .* since "):
+                other.submit(job).result()
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_damage_that_nothing_is_made_from_is_told(begun):

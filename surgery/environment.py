@@ -1,8 +1,8 @@
-"""What is in force while a run computes, and what of the shell's environment must not be.
+"""Keep the shell's environment from changing what is computed, and say what is in force.
 
 accelerate and transformers read dozens of variables (``ACCELERATE_*``, ``FSDP_*`` and others) that change precision,
-device, accumulation or sharding of a training that never named them. A run takes them out of its environment and says
-so; what cannot be taken out is refused by name; what is left and matters stands in ``run.json``.
+device, accumulation or sharding of a training that never named them. A command takes them out of its environment and
+says so; what cannot be taken out is refused by name; what is left and matters stands in a run's ``run.json``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ RECORDED = (
     "ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "FLASH_ATTENTION_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_",
     "SURGERY_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "USE_HUB_KERNELS",
 )  # fmt: skip
+UNRECORDED = ("KEY", "PASSWORD", "SECRET", "TOKEN", "_DIR", "_HOME", "_PATH")  # secrets, and places of caches
 LAUNCHED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_ignored: set[str] = set()  # taken out by the blocks around
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy", "triton")
 
 
@@ -75,7 +77,7 @@ def shielded(device: str, say: Callable[[str], None] = lambda text: None) -> Ite
     float32 products are computed in float32, and the variables in ``OVERRIDDEN`` are taken out of the environment.
 
     Yields:
-        The names of the variables that were taken out.
+        The names of the variables that were taken out, here and by the blocks around.
 
     Raises:
         UsageError: on a GPU, a variable that cannot be overridden.
@@ -96,9 +98,11 @@ def shielded(device: str, say: Callable[[str], None] = lambda text: None) -> Ite
         say(f"the environment's {shown} would change what is computed and is ignored")
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
+    _ignored.update(taken)
     try:
-        yield sorted(taken)
+        yield sorted(_ignored)
     finally:
+        _ignored.difference_update(taken)
         torch.set_float32_matmul_precision(precision)
         os.environ.update(taken)
 
@@ -117,7 +121,6 @@ def in_force(device: str, world: int, ignored: list[str]) -> dict[str, Any]:
 
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     kept = {key: value for key, value in sorted(os.environ.items()) if key.startswith(RECORDED)}
-    secret = ("KEY", "PASSWORD", "SECRET", "TOKEN")
     return {
         "host": socket.gethostname(),
         "device": device,
@@ -130,7 +133,7 @@ def in_force(device: str, world: int, ignored: list[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": _versions(),
         "cuda": torch.version.cuda,
-        "environment": {key: value for key, value in kept.items() if not any(word in key for word in secret)},
+        "environment": {key: value for key, value in kept.items() if not any(word in key for word in UNRECORDED)},
         "ignored": ignored,
     }
 
