@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.checksums import require_whole
 from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
 from surgery.checkpoint.values import check_values
 from surgery.errors import JobError, UsageError
@@ -28,6 +29,7 @@ def open_base(
 
     with recipe.at(("model",)):
         directory = base or resolve(recipe.model, recipe.revision, offline)
+        require_whole(directory)
         checkpoint = open_checkpoint(directory)
         adapter = adapter_for(checkpoint.config)
         check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)

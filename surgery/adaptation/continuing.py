@@ -86,8 +86,8 @@ def continued(recipe: Recipe, run: Path, base: Path) -> RunManifest:
 
 def _data_changes(recipe: Recipe, index: int, manifest: RunManifest, finished: bool) -> list[str]:
     """How the data of a phase that has begun differs from what it read; a finished phase may do without its data."""
-    record = manifest.phases[index]
-    if record.data is None:
+    record = manifest.phases[index] if index < len(manifest.phases) else None
+    if record is None or record.data is None:
         return []
     try:
         now = inputs.of_phase(recipe, index, record.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shlex
 from pathlib import Path
@@ -67,6 +68,14 @@ def write_report(run: Path, name: str, report: dict[str, Any], recipe: Recipe, c
     if checkpoint is not None:
         report["checkpoint"] = str(checkpoint.relative_to(run))
     write_atomic(path, json_text(report) + "\n")
+
+
+def is_report(path: Path) -> bool:
+    """Whether a report is there that can be read; one that cannot is made again."""
+    try:
+        return json.loads(path.read_bytes())["kind"] == "evaluation"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _text(recipe: Recipe) -> Text:

@@ -43,7 +43,7 @@ from surgery.adaptation.phases import (
 )
 from surgery.adaptation.schedules import batch_shape
 from surgery.adaptation.teaching import body_of, layers_since, shares_weights
-from surgery.checkpoint.checksums import COMPLETE, write_checksums
+from surgery.checkpoint.checksums import COMPLETE, require_whole, write_checksums
 from surgery.checkpoint.manifest import FILE, SCHEMA, RunManifest, write_manifest
 from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
 from surgery.checkpoint.staging import claimed_run, staged_directory, write_atomic
@@ -116,10 +116,10 @@ def _distill(
     evaluate = evaluate and bool(recipe.phases)
     if pending:
         check_kernels(manifest.rule, options.device, _mixer_widths(starts[first]))
-    if pending or (evaluate and not after.is_file()):
+    if pending or (evaluate and not measuring.is_report(after)):
         _check(recipe, starts[first], base, pending, options, evaluate)
     baseline = None
-    if evaluate and not (run / "evaluation" / "before.json").is_file() and options.main:
+    if evaluate and options.main and not measuring.is_report(run / "evaluation" / "before.json"):
         baseline, report = measuring.figures(recipe, base, "base", options)
         measuring.write_report(run, "before", report, recipe)
     if pending:
@@ -137,7 +137,7 @@ def _distill(
         record.status, record.figures = "finished", figures
         _write(run, manifest, options)
         state.wait_for_everyone()
-    if evaluate and not after.is_file() and options.main:
+    if evaluate and options.main and not measuring.is_report(after):
         if baseline is None:
             baseline, _ = measuring.figures(recipe, base, "base", options)
         _, report = measuring.figures(recipe, starts[-1], recipe.name, options, baseline)
@@ -228,7 +228,9 @@ def _apply(recipe: Recipe, applied: Path, options: Options, offline: bool | None
 
 def _start(name: str) -> Path:
     try:
-        return locate(name).path
+        found = locate(name).path
+        require_whole(found)
+        return found
     except UsageError as error:
         raise UsageError(f"--from {error}") from None
 

@@ -217,6 +217,7 @@ def test_another_start_than_the_checkpoints_is_refused(begun, monkeypatch):
 def test_a_damaged_phase_is_named_by_every_command_that_reads_it(begun, tmp_path):
     from surgery.evaluation.loading import check_loadable, locate
     from surgery.export.run import export
+    from surgery.opening import open_base
     from surgery.revert import revert
 
     recipe, straight, _ = begun
@@ -232,6 +233,10 @@ def test_a_damaged_phase_is_named_by_every_command_that_reads_it(begun, tmp_path
         assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match=words):
         check_loadable(locate(str(straight)))
+    with pytest.raises(UsageError, match=f"--from .*{words}"):
+        distill(recipe, tmp_path / "out", start=str(straight), evaluate=False)
+    with pytest.raises(UsageError, match=words):
+        open_base(recipe.model_copy(update={"model": str(model)}))
 
 
 def test_what_another_process_holds_is_left_alone(begun, tmp_path):
