@@ -203,10 +203,10 @@ def _resume_from(folder: Path, phase: Phase, options: Options) -> Path | None:
 
     The metrics go on from the steps that the checkpoint kept, whatever has become of the file since.
     """
-    saved = checkpoints.complete(folder / "checkpoints")
     if not options.main:  # the main process has looked and removed what is damaged
+        saved = checkpoints.complete(folder / "checkpoints")
         return saved[-1] if saved else None
-    begun = bool(saved)
+    begun = any((folder / "checkpoints").glob("checkpoint-*"))
     last = checkpoints.last_whole(folder / "checkpoints", options.say)
     if begun and last is None:
         options.say(f"phase {phase.label}: no whole checkpoint is left, so the phase starts over")

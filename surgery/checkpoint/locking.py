@@ -37,10 +37,9 @@ _state = {"told": False, "forks": False}
 
 def neighbour(directory: Path, ending: str) -> Path:
     """The hidden place beside ``directory`` that ends in ``ending``; a long name is cut and marked by its hash."""
-    name = directory.name
-    if len(name.encode()) > LONGEST:
-        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
-        name = f"{name.encode()[:LONGEST].decode('utf-8', 'ignore')}-{digest}"
+    name, raw = directory.name, os.fsencode(directory.name)
+    if len(raw) > LONGEST:
+        name = f"{raw[:LONGEST].decode('utf-8', 'ignore')}-{hashlib.sha256(raw).hexdigest()[:12]}"
     return directory.parent / f".{name}{ending}"
 
 
