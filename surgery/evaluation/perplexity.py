@@ -26,7 +26,7 @@ from surgery.errors import JobError, UsageError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.intervals import Interval, consecutive_blocks, mean_interval
 from surgery.evaluation.tokens import Tokens, encode, require_context
-from surgery.memory.modules import in_dtype_of
+from surgery.memory.modules import device_of, in_dtype_of
 
 HEAD_TOKENS = 512  # tokens whose logits exist at once
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -122,7 +122,7 @@ def stream_losses(
         JobError: a loss that is not finite.
     """
     require_context(tokens, 2)
-    device = next(model.parameters()).device
+    device = device_of(model)
     reader = Reader(model)
     if reader.cache_name is None:
         raise UsageError(f"{type(model).__name__} takes no cache, so no state can be carried on; measure in windows")
@@ -161,7 +161,7 @@ def window_losses(
     require_context(tokens, context)
     if context < 2:
         raise UsageError(f"a window of {context} tokens predicts nothing; use 2 or more")
-    device = next(model.parameters()).device
+    device = device_of(model)
     reader = Reader(model)
     count = len(tokens) // context
     windows = tokens.ids[: count * context].view(count, context)

@@ -249,10 +249,12 @@ def needle_recall(
     """
     import torch
 
+    from surgery.memory.modules import device_of
+
     haystack = Haystack(text, tokenizer)
     gaps = [b - a for a, b in itertools.pairwise(sorted(depths))]
     tolerance = min([TOLERANCE, *(gap / 4 for gap in gaps)])
-    device = device or next(model.parameters()).device
+    device = device or device_of(model)
     prompts = [
         haystack.prompt(
             random.Random(f"{seed}/{length}/{depth}/{index}"), length, depth, kind, candidates, needles, tolerance

@@ -18,7 +18,7 @@ from surgery.graft import cache as carried
 from surgery.graft import compiling
 from surgery.graft.short_conv import causal_conv, convolve, wide
 from surgery.memory.base import MemoryInputs, MemoryRule
-from surgery.memory.modules import all_hooked, plain, replaced, require_loaded, resident, watched
+from surgery.memory.modules import all_hooked, fetched, plain, replaced, require_loaded, resident, watched
 
 
 def project(hidden: Tensor, first: Sequence[nn.Module], rest: Sequence[nn.Module]) -> tuple[Tensor, list[Tensor]]:
@@ -100,7 +100,8 @@ class Graft(nn.Module):
         """The memory's inputs for ``hidden_states`` [B, T, D]; the cache's window is read, the cache not written."""
         window, _ = carried.read(cache, self.layer_idx)
         mask = padding(attention_mask, hidden_states.shape[1])
-        return self._gather(hidden_states, mask, reset, window)[0]
+        with fetched(self):
+            return self._gather(hidden_states, mask, reset, window)[0]
 
     def forward(
         self,

@@ -82,7 +82,7 @@ def load_streamed(
         execution_device=torch.device(device),
         offload=True,
         weights_map=OffloadedWeightsLoader(index=index),
-        # what is read at once must be whole: mixers read their convolution's weight without calling it
+        # a block's tensors are read at once, and not each module's own as it runs
         preload_module_classes=sorted({type(module).__name__ for module in units}),
     )
     add_hook_to_module(model, AlignDevicesHook(execution_device=torch.device(device)), append=True)
@@ -90,15 +90,6 @@ def load_streamed(
         module.register_forward_hook(_return_memory)
     model.converted_weights = converted  # removed with the model
     return model
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes, streamed or not."""
-    hook = getattr(model, "_hf_hook", None)
-    for one in getattr(hook, "hooks", (hook,)):
-        if getattr(one, "execution_device", None) is not None:
-            return torch.device(one.execution_device)
-    return next(model.parameters()).device
 
 
 def _return_memory(*_: Any) -> None:

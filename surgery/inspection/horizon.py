@@ -20,8 +20,8 @@ from surgery.errors import JobError, UsageError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.perplexity import Reader, evaluating
 from surgery.evaluation.tokens import Tokens, require_context
-from surgery.hosts.streaming import device_of
 from surgery.memory.base import MemoryGeometry, MemoryInputs
+from surgery.memory.modules import device_of, fetched
 
 METRICS = ("mean", "log-mean", "median")
 CAP = 2.0**24
@@ -181,6 +181,7 @@ def measure_horizons(
     require_context(tokens, 1)
     device = device_of(model)
     meters: dict[int, HorizonMeter] = {}
+    doses: dict[int, float] = {}
     diagnostics: dict[int, dict[str, list[float]]] = {}
     last = False
 
@@ -192,8 +193,10 @@ def measure_horizons(
             if layer not in meters:  # where the layer computes, which need not be where the next one does
                 meters[layer] = _meter(module.geometry, inputs.log_decay.device)
             meters[layer].add(inputs.log_decay)
-            if last and module.rule != "host":  # here, while the memory's parameters are there in any case
-                diagnostics[layer] = _diagnostics(module, output[1], meters[layer].mean_log_decay)
+            if last and module.rule != "host":  # here, where a streamed block is in memory
+                with fetched(module):
+                    doses[layer] = module.dose.item()
+                    diagnostics[layer] = _diagnostics(module, output[1], meters[layer].mean_log_decay)
 
         return hook
 
@@ -222,7 +225,7 @@ def measure_horizons(
                 memory = mixers[layer].memory
                 about: dict[str, Any] = {"rule": memory.rule}
                 if layer in diagnostics:
-                    about |= {"dose": memory.dose.item(), "diagnostics": diagnostics[layer]}
+                    about |= {"dose": doses[layer], "diagnostics": diagnostics[layer]}
                 figures.append(meters[layer].result(layer, **about))
             return figures
     finally:

@@ -31,8 +31,8 @@ from surgery.drift import CONTEXT, TOKENS, compare
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import evaluating
 from surgery.evaluation.tokens import Tokens, require_context
-from surgery.hosts.streaming import device_of
 from surgery.memory import draw_memory
+from surgery.memory.modules import device_of
 
 if TYPE_CHECKING:
     from surgery.hosts import HostAdapter

@@ -3,10 +3,14 @@
 A stranger may change how a module is called: accelerate replaces its ``forward`` and keeps its weights elsewhere
 between calls, LoRA and quantisation put another module in its place, a parametrisation changes its class, FSDP leaves
 shards in it. Whatever reads a weight without calling the module (fused products, joined convolutions, compiled mixers,
-recorded steps) asks :func:`plain`, or :func:`watched` and :func:`resident`, first.
+recorded steps) asks :func:`plain`, or :func:`watched` and :func:`resident`, first. Whatever reads what a module holds
+outside of its forward pass does so within :func:`fetched`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +53,16 @@ def replaced(module: nn.Module) -> bool:
 
 def watched(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than the forward pass of its class."""
-    return hooked(module) or replaced(module)
+    its = module.__dict__  # looked into once: a recorded step asks this of every module before each replay
+    return bool(
+        its["_forward_hooks"]
+        or its["_forward_pre_hooks"]
+        or its["_backward_hooks"]
+        or its["_backward_pre_hooks"]
+        or "forward" in its
+        or "_hf_hook" in its
+        or "parametrizations" in its["_modules"]
+    )
 
 
 def resident(module: nn.Module) -> bool:
@@ -63,17 +76,50 @@ def resident(module: nn.Module) -> bool:
 
 
 def require_loaded(module: nn.Module, x: Tensor) -> None:
-    """Refuse to compute with weights that are on the meta device: some operators then return what lies in memory.
+    """Refuse to compute with weights that are on the meta device: torch's products and convolutions then return what
+    happens to lie in memory.
+
+    Modules below whose call does more than their forward pass may fetch their weights first, and are left to do so.
 
     Raises:
-        RuntimeError: a tensor that ``module`` itself holds is on meta and ``x`` is not.
+        RuntimeError: ``module`` or one below it holds a parameter on meta, and ``x`` is not.
     """
-    for name, held in module._parameters.items():
-        if held is not None and held.is_meta and not x.is_meta:
+    if x.is_meta or torch.compiler.is_compiling():
+        return
+    its = module.__dict__
+    for name, held in its["_parameters"].items():
+        if held is not None and held.is_meta:
             raise RuntimeError(
                 f"{type(module).__name__}.{name} is on the meta device: it was never loaded, or it is offloaded and "
-                "the module was not called as one; call the module itself"
+                "the module was not called as one; load the weights, or call the module itself"
             )
+    for below in its["_modules"].values():
+        if below is not None and not watched(below):
+            require_loaded(below, x)
+
+
+@contextmanager
+def fetched(module: nn.Module) -> Iterator[None]:
+    """Within it the tensors that ``module`` itself holds are where it computes, if accelerate keeps them elsewhere."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, None)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model takes its inputs, wherever its weights are kept."""
+    for module in model.modules():  # of an offloaded model, the outermost hook need not know it
+        hook = module.__dict__.get("_hf_hook")
+        for one in getattr(hook, "hooks", (hook,)):
+            if getattr(one, "execution_device", None) is not None:
+                return torch.device(one.execution_device)
+    return next(model.parameters()).device
 
 
 def in_dtype_of(module: nn.Module, x: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from surgery import hosts
-from surgery.hosts.streaming import device_of, load_streamed
+from surgery.hosts.streaming import load_streamed
 from surgery.inspection.probe import probe_layers
 from surgery.memory import draw_memory
+from surgery.memory.modules import device_of
 
 
 @pytest.fixture
