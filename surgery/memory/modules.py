@@ -48,7 +48,13 @@ def hooked(module: nn.Module) -> bool:
 def replaced(module: nn.Module) -> bool:
     """Whether ``module`` runs another forward than its class's (accelerate's hooks do that), or is parametrised."""
     its = module.__dict__
-    return "forward" in its or "_hf_hook" in its or "parametrizations" in its["_modules"]
+    forward = its.get("forward")
+    if forward is not None and not (
+        # accelerate, when it takes its hooks away, leaves the class's own method in the module
+        getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+    ):
+        return True
+    return "_hf_hook" in its or "parametrizations" in its["_modules"]
 
 
 def watched(module: nn.Module) -> bool:
@@ -59,9 +65,8 @@ def watched(module: nn.Module) -> bool:
         or its["_forward_pre_hooks"]
         or its["_backward_hooks"]
         or its["_backward_pre_hooks"]
-        or "forward" in its
         or "_hf_hook" in its
-        or "parametrizations" in its["_modules"]
+        or (("forward" in its or "parametrizations" in its["_modules"]) and replaced(module))
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import accelerate
 import pytest
 import torch
+from accelerate.hooks import remove_hook_from_module
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations, prune
@@ -80,6 +81,17 @@ def test_a_changed_module_is_not_plain(change):
     assert plain(module, nn.Linear) and not plain(Half(8, 8), nn.Linear)
     change(module)
     assert not plain(module, nn.Linear)
+
+
+def test_a_module_is_plain_again():
+    """Without the hooks, of which accelerate leaves a trace."""
+    module = accelerate.cpu_offload(nn.Linear(8, 8), CPU)
+    remove_hook_from_module(module, recurse=True)
+    module.weight, module.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+    assert plain(module, nn.Linear)
+    other = nn.Linear(8, 8)
+    other.forward = module.forward
+    assert not plain(other, nn.Linear)
 
 
 @pytest.mark.parametrize("where", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
