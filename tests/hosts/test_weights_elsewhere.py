@@ -79,9 +79,13 @@ def same(found, expected):
     assert [torch.equal(x, y) for x, y in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
-def near(found, expected, tolerance=1e-5):
+def near(found, expected):
+    """Of models in float64, in which rounding stays far below what is asked for."""
     assert all(x.isfinite().all() for x in expected)
-    assert max(apart(x, y) for x, y in zip(found, expected, strict=True)) < tolerance
+    WORST.append(max(apart(x, y) for x, y in zip(found, expected, strict=True)))
+    print("WORST", WORST[-1])
+    assert WORST[-1] < 1e-6
+WORST=[]
 
 
 def test_offloaded_weights_give_the_same_bits(build, text, tmp_path):
@@ -99,13 +103,26 @@ def test_offloaded_weights_give_the_same_bits(build, text, tmp_path):
     same(read(model, text), expected)
 
 
-def test_quantised_products_are_called(build, text, monkeypatch):
+class Called(nn.Module):
+    """A module of which there is nothing to read."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._call = module.forward
+
+    def forward(self, x):
+        return self._call(x)
+
+
+def test_quantised_products_are_called(build, text):
     def quantised():
         return torch.ao.quantization.quantize_dynamic(build(), {nn.Linear}, dtype=torch.qint8)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(base, "plain", lambda module, kind: False)  # no product is fused, whatever it is
-        expected = read(quantised(), text)
+    model = quantised()
+    for name, part in list(model.named_modules()):
+        if isinstance(part, torch.ao.nn.quantized.dynamic.Linear):
+            model.set_submodule(name, Called(part))
+    expected = read(model, text)
     same(read(quantised(), text), expected)
     assert apart(expected[0], read(build(), text)[0]) > 1e-4
 
@@ -160,8 +177,8 @@ def adapt(model, how):
     "how", ["wrapped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("hooked", "parametrised"))]
 )
 def test_adapters_on_products_and_convolutions_count(build, text, how):
-    expected = read(adapt(build(), "merged"), text)
-    near(read(adapt(build(), how), text), expected, 1e-4)
+    expected = read(adapt(build().double(), "merged"), text)
+    near(read(adapt(build().double(), how), text), expected)
     assert apart(expected[0], read(build(), text)[0]) > 1e-2
 
 
@@ -176,7 +193,7 @@ def mesh():
 
 @pytest.mark.parametrize("parts", ["leaves", pytest.param("mixers", marks=pytest.mark.slow)])
 def test_shards_are_gathered_first(build, text, mesh, parts):
-    expected, model = read(build(), text), build()
+    expected, model = read(build().double(), text), build().double()
     for graft in [part for part in model.modules() if isinstance(part, Graft)]:
         for part in reversed(list(graft.modules())):  # from the leaves up, the mixer last
             if part is graft or (parts == "leaves" and part._parameters):
