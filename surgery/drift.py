@@ -88,7 +88,13 @@ def windows(
     Raises:
         UsageError: no tokenizer, no text, or a text shorter than one window.
     """
-    tokenizer = load_tokenizer(directory)
+    return text_windows(load_tokenizer(directory), spec, root, tokens, context)
+
+
+def text_windows(
+    tokenizer: Any, spec: Any, root: Path | None = None, tokens: int = TOKENS, context: int = CONTEXT
+) -> tuple[str, Tensor]:
+    """As :func:`windows`, with a tokenizer that is loaded."""
     text: Text = load_text(spec, root=root, limit=16 * tokens)
     found = encode(tokenizer, text, tokens)
     require_context(found, context)

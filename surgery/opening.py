@@ -72,12 +72,15 @@ def base_tokenizer(recipe: Recipe, directory: Path) -> Any:
     """The tokenizer of the recipe's base, for the texts that the recipe names.
 
     Raises:
-        UsageError: there is none; the place named is the recipe's model, not one of its texts.
+        UsageError: there is none, or it makes tokens that the model has not; the place named is the recipe's model, not
+            one of its texts.
     """
     from surgery.evaluation.loading import load_tokenizer
+    from surgery.hosts import recognise
 
     with recipe.at(("model",)):
-        return load_tokenizer(directory)
+        config, adapter = recognise(directory)
+        return load_tokenizer(directory, adapter.parse(config).vocab_size)
 
 
 def check_tokenizer(checkpoint: Checkpoint) -> None:

@@ -165,7 +165,7 @@ def _revert(
         for path in companions(source.directory):
             copy_file(source.directory / path, staging / path)
         write_json(staging / CONFIG, config)
-        (staging / CARD_FILE).write_text(card(report, final.name), encoding="utf-8")
+        (staging / CARD_FILE).write_text(card(report, final.name), encoding="utf-8", errors="replace")
     return report
 
 

@@ -7,7 +7,7 @@ The configuration then says float32, so that a plain load gives the run's own we
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ def trained_tensors(
     return changed
 
 
+def astray(stored: Collection[str], names: Iterable[str]) -> list[str]:
+    """The disk names of what is trained that a checkpoint with the tensors ``stored`` has no place for."""
+    return sorted(name for name in names if name not in stored)
+
+
 def require_places(source: Checkpoint, names: Iterable[str]) -> None:
     """Refuse to train what could not be written back.
 
@@ -54,10 +59,9 @@ def require_places(source: Checkpoint, names: Iterable[str]) -> None:
     Raises:
         JobError: ``source`` holds no tensor of that name.
     """
-    astray = sorted(name for name in names if name not in source.tensors)
-    if astray:
+    if missing := astray(source.tensors, names):
         raise JobError(
-            f"{source.directory}: holds no tensor {astray[0]}, so it cannot be trained and written back\n"
+            f"{source.directory}: holds no tensor {missing[0]}, so it cannot be trained and written back\n"
             "  write trainable: swapped (or swapped-memory) in the phase"
         )
 

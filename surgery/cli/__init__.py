@@ -57,8 +57,10 @@ def _reflow(group: typer.Typer) -> None:
 
 def main() -> None:
     """Entry point: prints a user's errors in a few lines, with a traceback only under ``--debug``."""
+    from surgery.cli.terminal import make_tolerant
     from surgery.errors import UserError
 
+    make_tolerant()
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")

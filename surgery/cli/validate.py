@@ -31,8 +31,8 @@ def validate(
       surgery validate mine.yaml --set phases.0.tokens=1M
       surgery validate mine.yaml --json -
     """
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from surgery.checkpoint.remote_code import recipe_says
     from surgery.cli.common import out, write_json
@@ -49,15 +49,15 @@ def validate(
     table.add_column()
     table.add_column(overflow="fold")
     for check in checked["checks"]:
-        mark = "[green]ok[/green]" if check["checked"] else "[yellow]not checked[/yellow]"
-        table.add_row(check["what"], mark, escape(check["detail"]))
+        mark = Text("ok", style="green") if check["checked"] else Text("not checked", style="yellow")
+        table.add_row(check["what"], mark, check["detail"])
     out.print(table)
     if checked["phases"]:
         phases = Table(box=None, pad_edge=False, header_style="bold")
         for title in ("phase", "kind", "tokens", "steps", "context", "learning rate", "dose"):
             phases.add_column(title, justify="left" if title in ("phase", "kind") else "right")
         for phase in checked["phases"]:
-            phases.add_row(*(escape(str(phase[key])) for key in phase))
+            phases.add_row(*map(str, phase.values()))
         out.print(phases)
 
 

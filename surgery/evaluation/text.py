@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surgery.errors import JobError, UsageError
+from surgery.places import is_hub_id, near, on_machine
 
 BUNDLED = "bundled"
 SEPARATOR = "\x1e"
@@ -207,19 +208,17 @@ def _resolve(name: str, root: Path | None) -> list[tuple[Literal["bundled", "fil
         if unknown or not repository:
             raise UsageError(f"{name}: write hub:NAME,config=...,split=...,column=...")
         return [("hub", repository, options)]
-    path = Path(name).expanduser()
-    if not path.exists() and root is not None and not path.is_absolute() and (root / path).exists():
-        path = root / path
-    if path.is_dir():
+    path = on_machine(name, root)
+    if path is not None and path.is_dir():
         files = sorted(file for file in path.iterdir() if file.is_file() and _suffix(file) in _TEXT_SUFFIXES)
         if not files:
             raise UsageError(f"{name}: a directory without a text file ({', '.join(sorted(_TEXT_SUFFIXES))})")
         return [("file", str(file), {}) for file in files]
-    if path.exists():
+    if path is not None and path.exists():
         return [("file", str(path), {})]
-    like_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or _suffix(path) in _TEXT_SUFFIXES
-    if like_path:
-        raise UsageError(f"{name}: no such file; name a text file, 'bundled' or a data set as hub:NAME")
+    if not is_hub_id(name, root):
+        remedy = "name a text file, 'bundled' or a data set as hub:NAME"
+        raise UsageError(f"{name}: no such file; {remedy}{near(name, root)}")
     return [("hub", name, {})]
 
 

@@ -146,7 +146,7 @@ def _export(
         if report is None:
             warnings.append("nothing was measured of this model: export with --evaluate, or run surgery eval first")
         card = model_card(source, final.name, dtype, check, report, beside)
-        (staging / CARD_FILE).write_text(card, encoding="utf-8")
+        (staging / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
         num_bytes = sum((staging / name).stat().st_size for name in weights)
     return Export(final, source, dtype, weights, num_bytes, check, report, warnings)
 

@@ -12,7 +12,7 @@ import torch
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load, locate
 from surgery.evaluation.text import Text, load_text
-from surgery.evaluation.tokens import encode, require_context
+from surgery.evaluation.tokens import Tokens, encode, require_context
 from surgery.inspection.horizon import LayerHorizon, check_metric, measure_horizons, ranked, static_horizons
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def inspect_model(
     """
     from surgery.hosts import adapter_for, read_config
 
-    text = load_text(data, "train", root, limit=16 * tokens)
+    text = inspected_text(data, tokens, root)
     located = locate(str(model), revision)
     dtype = torch.float32 if probe else None
     network, tokenizer = load(located, device, dtype, offload=offload, window=SEGMENT, say=say)
@@ -118,6 +118,22 @@ def inspect_model(
     return replace(found, probe=result)
 
 
+def inspected_text(data: Any, tokens: int, root: Path | None = None) -> Text:
+    """Load as much of ``data`` as makes ``tokens`` tokens; of the bundled text the part that training reads."""
+    return load_text(data, "train", root, limit=16 * tokens)
+
+
+def inspected_tokens(tokenizer: Any, text: Text, tokens: int) -> Tokens:
+    """The tokens that N_t is measured on.
+
+    Raises:
+        UsageError: a text that is too short to say anything.
+    """
+    encoded = encode(tokenizer, text, tokens)
+    require_context(encoded, min(tokens, LEAST_TOKENS))
+    return encoded
+
+
 def inspect_loaded(
     network: Any, tokenizer: Any, text: Text, tokens: int, located: Located, *, progress: Progress | None = None
 ) -> Inspection:
@@ -125,8 +141,7 @@ def inspect_loaded(
     from surgery.hosts import adapter_for, read_config
 
     adapter = adapter_for(read_config(located.path))
-    encoded = encode(tokenizer, text, tokens)
-    require_context(encoded, min(tokens, LEAST_TOKENS))
+    encoded = inspected_tokens(tokenizer, text, tokens)
     done = 0
 
     def advance(count: int) -> None:
