@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from surgery.recipe.document import KeyPath
 from surgery.recipe.schema import METRICS
 
 
-def validate_recipe(recipe: Recipe) -> dict[str, Any]:
+def validate_recipe(recipe: Recipe, progress: Callable[[str, int, int], Any] | None = None) -> dict[str, Any]:
     """Check a recipe that has been read against its base and its texts; nothing is downloaded.
+
+    Args:
+        progress: called with (stage, done, total) while the data are read.
 
     Returns:
         ``checks``: a list of {what, checked, detail}; not ``checked`` is what is not on this machine. ``phases``: what
@@ -29,7 +33,7 @@ def validate_recipe(recipe: Recipe) -> dict[str, Any]:
     checks = [_check("recipe", f"{recipe.path}: {_many(len(recipe.phases), 'phase')}")]
     checkpoint, model = _model(recipe)
     checks.append(model)
-    checks += _texts(recipe, checkpoint)
+    checks += _texts(recipe, checkpoint, progress)
     return {"recipe": recipe.name, "overrides": list(recipe.overrides), "checks": checks, "phases": phase_table(recipe)}
 
 
@@ -87,8 +91,10 @@ def _model(recipe: Recipe) -> tuple[Checkpoint | None, dict[str, Any]]:
     return checkpoint, _check("model", detail if own is None else f"{detail}; {own}")
 
 
-def _texts(recipe: Recipe, checkpoint: Checkpoint | None) -> list[dict[str, Any]]:
-    """One line a text: is it there, and does it fill a context."""
+def _texts(
+    recipe: Recipe, checkpoint: Checkpoint | None, progress: Callable[[str, int, int], Any] | None
+) -> list[dict[str, Any]]:
+    """One line a text: is every record of it sound, and does it fill a context."""
     wanted: dict[str, tuple[KeyPath, Any, int, str]] = {}
 
     def want(path: KeyPath, spec: Any, context: int, part: str) -> None:
@@ -100,7 +106,7 @@ def _texts(recipe: Recipe, checkpoint: Checkpoint | None) -> list[dict[str, Any]
         path = ("phases", index, "data") if phase.data else ("data",)
         want(path, recipe.data_for(phase), 1 if phase.kind == "instruct" else phase.context, "train")
     want(("evaluation", "text"), recipe.evaluation_text, 2, "heldout")
-    found = [_text(recipe, checkpoint, *item) for item in wanted.values()]
+    found = [_text(recipe, checkpoint, *item, progress) for item in wanted.values()]
     if checkpoint is not None and recipe.phases and not _of_hub(recipe.evaluation_text, recipe.path.parent):
         from surgery.adaptation import measuring
 
@@ -111,26 +117,39 @@ def _texts(recipe: Recipe, checkpoint: Checkpoint | None) -> list[dict[str, Any]
 
 
 def _of_hub(spec: Any, root: Path) -> bool:
-    from surgery.evaluation.text import sources
+    from surgery.data.sources import sources
 
     return any(source.kind == "hub" for source in sources(spec, root))
 
 
 def _text(
-    recipe: Recipe, checkpoint: Checkpoint | None, path: KeyPath, spec: Any, context: int, part: str
+    recipe: Recipe,
+    checkpoint: Checkpoint | None,
+    path: KeyPath,
+    spec: Any,
+    context: int,
+    part: str,
+    progress: Callable[[str, int, int], Any] | None,
 ) -> dict[str, Any]:
-    from surgery.evaluation.text import describe, load_text
-    from surgery.evaluation.tokens import encode, require_context
+    from surgery.data import checking
+    from surgery.data.sources import sources
+    from surgery.data.texts import describe, load_text
+    from surgery.data.tokens import encode, require_context
 
     root = recipe.path.parent
     with recipe.at(path):
         name = describe(spec, part)
         if _of_hub(spec, root):
             return _check("text", f"{name}: a data set of the hub", checked=False)
+        tokenizer = None if checkpoint is None else base_tokenizer(recipe, checkpoint.directory)
         if context == 1:
-            return _check("text", f"{name}: found; its questions and answers are read when the phase starts")
-        if checkpoint is None:
-            return _check("text", f"{name}: found; its length in tokens needs the model's tokenizer", checked=False)
+            read = checking.check(sources(spec, root), "instruct", tokenizer, progress=progress)
+            return _check("text", f"{name}: {_many(sum(one.records for one in read), 'conversation')}")
+        read = checking.check(sources(spec, root), "text", progress=progress)
+        found = _many(sum(one.records for one in read), "document")
+        if tokenizer is None:
+            detail = f"{name}: {found}; its length in tokens needs the model's tokenizer"
+            return _check("text", detail, checked=False)
         text = load_text(spec, part, root, limit=16 * context)
-        require_context(encode(base_tokenizer(recipe, checkpoint.directory), text, context), context)
-    return _check("text", f"{name}: fills a context of {context}")
+        require_context(encode(tokenizer, text, context), context)
+    return _check("text", f"{name}: {found}, fills a context of {context}")

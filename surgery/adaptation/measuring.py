@@ -11,11 +11,11 @@ import torch
 
 from surgery.adaptation.phases import Options
 from surgery.checkpoint.staging import write_atomic
+from surgery.data.texts import Text, load_text
+from surgery.data.tokens import encode, require_context
 from surgery.evaluation.loading import Located, load
 from surgery.evaluation.recall import Haystack
 from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
-from surgery.evaluation.text import Text, load_text
-from surgery.evaluation.tokens import encode, require_context
 from surgery.recipe import Recipe, shipped
 from surgery.results import json_text
 

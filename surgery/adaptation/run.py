@@ -388,7 +388,8 @@ def _check(
             count = sum(parameter.numel() for parameter in selection.trained.values())
             check_second_model(sum(e.numel for e in original.tensors.values()), count, phase.label, options.device)
         batch_shape(phase.sequences, phase.context, options.devices, 1)
-        data.check(recipe, index, tokenizer)
+        with options.measuring() as watch:
+            data.check(recipe, index, tokenizer, watch)
         dose = schedule.stop
         for parameter in trainable:
             parameter.requires_grad_(True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from surgery.adaptation import data
+from surgery.data.texts import documents, load_text
 from surgery.errors import UsageError
-from surgery.evaluation.text import documents, load_text
 
 
 def test_the_held_out_part_of_the_bundled_text_is_never_read(make_recipe, phase, tokenizer, tmp_path):

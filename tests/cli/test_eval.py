@@ -9,8 +9,8 @@ import shutil
 import pytest
 import torch
 
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import encode
+from surgery.data.texts import load_text
+from surgery.data.tokens import encode
 
 
 def refused(result, code, *words):
