@@ -11,6 +11,8 @@ import torch
 
 from surgery.adaptation.phases import Options
 from surgery.checkpoint.staging import write_atomic
+from surgery.data import checking
+from surgery.data.sources import sources
 from surgery.data.texts import Text, load_text
 from surgery.data.tokens import encode, require_context
 from surgery.evaluation.loading import Located, load
@@ -24,13 +26,18 @@ CHARACTERS = 16 * TOKENS
 SAMPLES = 5  # needles a length and depth
 
 
-def check(recipe: Recipe, tokenizer: Any) -> None:
+def check(recipe: Recipe, tokenizer: Any, progress: checking.Progress | None = None) -> None:
     """Find what :func:`figures` would refuse, before any training.
+
+    Args:
+        progress: called with a stage, done and total while local files are read.
 
     Raises:
         UsageError: the evaluation's text is missing or too short, or a recall length holds no needle.
     """
     with recipe.at(("evaluation", "text")):
+        found = sources(recipe.evaluation_text, recipe.path.parent)
+        checking.check([source for source in found if source.kind == "file"], "text", progress=progress)
         text = _text(recipe)
         tokens = encode(tokenizer, text, TOKENS)
         require_context(tokens, default_context(len(tokens)))

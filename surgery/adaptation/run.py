@@ -394,7 +394,8 @@ def _check(
         for parameter in trainable:
             parameter.requires_grad_(True)
     if evaluate:
-        measuring.check(recipe, tokenizer)
+        with options.measuring() as watch:
+            measuring.check(recipe, tokenizer, watch)
 
 
 def _write(run: Path, manifest: RunManifest, options: Options) -> None:
