@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from surgery.inspection.measure import Inspection
 
 MODEL_HELP = "bundled:NAME, a checkpoint directory, a run directory (its latest model), or a hub id."
-TEXT_HELP = "bundled (Python's documentation), a file or directory of texts or records, or hub:NAME; with ,column=FIELD."
+TEXT_HELP = "bundled (Python's documentation), a file or directory, or hub:NAME; ,column=FIELD names a field."
 DEFAULT_TOP = 4
 DIAGNOSTICS = {"importance_spread": "spread", "covariance_condition": "cond P"}  # short names for the table
 EXPLAINED = {

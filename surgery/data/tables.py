@@ -37,8 +37,9 @@ def table_rows(path: Path, form: Form) -> Iterator[dict[str, Any]]:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what another library says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """What another library says, in one line."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(said[:2])[:200] or type(error).__name__
 
 
 def is_saved(directory: Path) -> bool:

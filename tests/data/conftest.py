@@ -29,7 +29,7 @@ def _llama(metaspace: bool):
         inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     words = [word for sentence in SENTENCES for word in sentence.split()]
     inner.train_from_iterator([*SENTENCES, *words] if metaspace else words, trainer)
-    document = json.loads(inner.to_str())  # published ones have the bytes in their vocabulary, and not as special tokens
+    document = json.loads(inner.to_str())  # bytes are in the vocabulary of published ones, and no special tokens
     document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] not in fallback]
     inner = Tokenizer.from_str(json.dumps(document))
     inner.decoder = decoders.Sequence(
@@ -60,3 +60,20 @@ def bytewise():
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|end|>"])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<|end|>", eos_token="<|end|>")
+
+
+@pytest.fixture
+def table():
+    """Writes rows as a parquet or an arrow file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def write(path, rows):
+        found = pyarrow.Table.from_pylist(rows)
+        if path.suffix == ".parquet":
+            pyarrow.parquet.write_table(found, path)
+        else:
+            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, found.schema) as writer:
+                writer.write_table(found)
+
+    return write

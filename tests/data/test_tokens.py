@@ -13,7 +13,7 @@ from surgery.data.texts import load_text
 from surgery.data.tokens import begin_text, begin_tokens, encode
 from surgery.evaluation.recall import Haystack
 
-WORDS = "the theory of a thing is that nothing rests there and special magic numbers answer yes no forty".split()
+WORDS = ("the", "theory", "of", "a thing", "is that", "nothing", "rests", "there", "special magic", "numbers", "yes")
 
 
 def prose(count, seed=3):
