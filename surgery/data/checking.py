@@ -71,7 +71,7 @@ def check(
         results.append(_source(source, content, tokenizer, told))
         before += size
         if told is not None:
-            told(0)
+            told(size)
     if progress is not None and total:
         progress(STAGE, total, total)
     return results

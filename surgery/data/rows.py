@@ -77,7 +77,7 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
             f"{place} has no text under {column!r}, only {fields}\n  {_name_the_field(row)}"
         ) from None
     if isinstance(value, str):
-        return clean(value)
+        return value
     found = "null" if value is None else "a mapping" if isinstance(value, Mapping) else type(value).__name__
     remedy = _name_the_field(row) if _text_fields(row) else "drop the record"
     raise UsageError(f"{place}: {column!r} is {found}, not text\n  {remedy}")
@@ -129,7 +129,7 @@ def _parse(text: str, place: str, remedy: str) -> Any:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error).split(";")[0]
         raise UsageError(f"{place}: cannot be read ({reason}); {remedy}") from None
     # escapes are the only way for a lone surrogate into decoded text
-    return clean_values(value) if "\\ud" in text.lower() else value
+    return clean_values(value) if "\\ud" in text or "\\uD" in text else value
 
 
 def _json_lines(path: Path, told: Told | None) -> Iterator[Row]:

@@ -264,11 +264,12 @@ def _directory_files(directory: Path, options: Mapping[str, str]) -> list[Path]:
     every = sorted(path for path in directory.rglob("*") if path.is_file() and not _hidden(path, directory))
     if refused := [path for path in every if inner_suffix(path) in REFUSED and inner_suffix(path) != ".bin"]:
         refuse_by_name(refused[0])
-    files = [path for path in every if is_data(path)]
-    # what describes the data is read only where there is nothing else
-    files = [path for path in files if not _describes(path)] or files
+    files = [path for path in every if is_data(path) and path.name not in _DESCRIPTIONS]
+    # what is about the other files is read only where it stands alone, and a data set's card never
+    texts = [path for path in files if path.name.lower().split(".")[0] not in _ABOUT]
+    files = texts if texts or tables.has_card(directory) else files
     if not files:
-        raise UsageError(f"{directory}: a directory without a data file\n  {READ}")
+        raise UsageError(f"{directory}: a directory without a data file{_instead(every)}\n  {READ}")
     return _of_split(directory, files, split)
 
 
@@ -276,11 +277,14 @@ def _hidden(path: Path, directory: Path) -> bool:
     return any(part.startswith((".", "__")) for part in path.relative_to(directory).parts)
 
 
-def _describes(path: Path) -> bool:
-    stem = path.name.lower().split(".")[0]
-    return stem in ("readme", "license", "licence", "changelog", "notice", "dataset_infos", "dataset_info", "state")
+def _instead(files: list[Path]) -> str:
+    """The suffixes of files that are no data, in words."""
+    found = sorted({path.suffix.lower() or path.name for path in files if not is_data(path)})
+    return f"; it holds {', '.join(found[:6])}" if found else ""
 
 
+_ABOUT = ("readme", "license", "licence", "changelog", "notice")
+_DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 
 

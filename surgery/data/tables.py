@@ -66,14 +66,18 @@ def saved_files(directory: Path, split: str | None) -> list[Path]:
 
 def is_repository(directory: Path) -> bool:
     """Whether a directory is a data set repository: data files beside a card or what else a hub keeps."""
-    card = directory / "README.md"
-    has_card = False
-    if card.is_file():
-        with card.open("rb") as stream:
-            has_card = stream.read(8).lstrip(b"\xef\xbb\xbf").startswith(b"---")
-    if not has_card and not any((directory / mark).is_file() for mark in _MARKS):
+    if not has_card(directory) and not any((directory / mark).is_file() for mark in _MARKS):
         return False
     return any(is_records(path) or path.suffix.lower() == ".txt" for path in directory.rglob("*"))
+
+
+def has_card(directory: Path) -> bool:
+    """Whether a directory's README is a card: it opens with a block of YAML."""
+    card = directory / "README.md"
+    if not card.is_file():
+        return False
+    with card.open("rb") as stream:
+        return stream.read(8).removeprefix(b"\xef\xbb\xbf").startswith(b"---")
 
 
 def repository_files(directory: Path, config: str | None, split: str | None) -> list[Path]:

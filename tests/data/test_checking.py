@@ -187,7 +187,8 @@ def test_lines_and_text_need_no_datasets(tmp_path):
 
 
 def test_encoding_and_checking_agree_on_what_is_read(tmp_path, bytewise):
-    found = lines(tmp_path / "a.jsonl", {"talk": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    found = lines(tmp_path / "a.jsonl", {"talk": talk})
     with pytest.raises(UsageError, match="found the fields talk"):
         checking.check(found, "instruct", bytewise)
     (named,) = sources(f"{tmp_path / 'a.jsonl'},column=talk")

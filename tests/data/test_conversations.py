@@ -99,9 +99,8 @@ def test_roles_stand_in_any_order_that_the_template_takes(chat):
 def test_what_the_template_refuses_is_an_error_with_its_place(chat):
     with pytest.raises(UsageError) as refusal:
         pieces(turns(("user", "a"), ("user", "b"), ("assistant", "c")), "chat.jsonl, record 3", chat(STRICT))
-    assert str(refusal.value).startswith(
-        "chat.jsonl, record 3: the chat template refuses this conversation (user, user, assistant): roles must alternate"
-    )
+    place = "chat.jsonl, record 3: the chat template refuses this conversation"
+    assert str(refusal.value).startswith(f"{place} (user, user, assistant): roles must alternate")
     broken = "{{ messages[0].nothing.at_all }}"
     with pytest.raises(UsageError, match="record 3: the chat template refuses"):
         pieces(TALK, "record 3", chat(broken))

@@ -60,6 +60,14 @@ def test_a_repository_without_its_data_says_so(tmp_path):
     assert "Card" not in str(refusal.value) and str(tmp_path) in str(refusal.value)
 
 
+def test_a_card_is_never_read_for_want_of_data(tmp_path):
+    (tmp_path / "README.md").write_text(CARD)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"\x89PNG")
+    with pytest.raises(UsageError, match=r"without a data file; it holds \.png"):
+        sources(str(tmp_path))
+
+
 def test_what_save_to_disk_wrote(tmp_path):
     datasets = pytest.importorskip("datasets")
     one = datasets.Dataset.from_dict({"text": ["a", "b"]})
