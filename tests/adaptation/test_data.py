@@ -123,8 +123,11 @@ def test_a_run_keeps_to_the_commit_that_it_began_with(make_recipe, phase, tokeni
     recipe = make_recipe("bundled:tiny-mamba2", [phase("next-token", data="hub:owner/name")])
     for head in ("a" * 40, "b" * 40):
         hub._commit.cache_clear()  # another process
-        info = types.SimpleNamespace(sha=head)
-        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, info=info, **__: info)
+
+        def info(self, name, *, revision=None, timeout=None, head=head):
+            return types.SimpleNamespace(sha=revision or head)
+
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
         # another length reads the stream again
         data.build(recipe, 0, len(loaded) + 1, tokenizer, 260, tmp_path / "data")
     assert loaded == ["a" * 40] * 2
