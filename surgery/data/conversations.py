@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from surgery.data.rows import field as field_of
-from surgery.data.rows import shown_kind
+from surgery.data.rows import shown_fields, shown_kind
 from surgery.errors import UsageError
 
 ANSWER_KEYS = ("answer", "completion", "response", "output")
@@ -64,7 +64,7 @@ def conversation(record: Mapping[str, Any], place: str, column: str | None = Non
         try:
             record = {"messages": field_of(record, column)}
         except KeyError:
-            raise UsageError(f"{place}: has no field {column!r}, only {', '.join(record) or 'none'}") from None
+            raise UsageError(f"{place}: has no field {column!r}, only {shown_fields(record)}") from None
     for key in ("messages", "conversations", "conversation"):
         if key in record:
             return _listed(record, key, place, tools)
@@ -83,9 +83,8 @@ def conversation(record: Mapping[str, Any], place: str, column: str | None = Non
     elif "prompt" in record:
         prompt = question = _text(record, "prompt", place)
     else:
-        fields = ", ".join(map(str, record)) or "none"
         raise UsageError(
-            f"{place}: found the fields {fields}; a record holds {FORMS}\n"
+            f"{place}: found the fields {shown_fields(record)}; a record holds {FORMS}\n"
             "  name the field that holds the messages, as {path: ..., column: FIELD}"
         )
     key = next((key for key in ANSWER_KEYS if key in record), None)
@@ -134,8 +133,7 @@ def _message(item: Any, where: str, place: str) -> Message:
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
-        found = ", ".join(map(str, item)) or "nothing"
-        raise UsageError(f"{place}: {where} holds {found}, which is not {{role, content}}")
+        raise UsageError(f"{place}: {where} holds {shown_fields(item)}, which is not {{role, content}}")
     calls = message.get("tool_calls") or None
     message.pop("tool_calls", None)
     if calls is not None:

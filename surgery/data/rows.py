@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
     try:
         value = field(row, column)
     except KeyError:
-        fields = ", ".join(map(str, row)) or "none"
+        fields = shown_fields(row)
         raise UsageError(
             f"{place} has no text under {column!r}, only {fields}\n  {_name_the_field(row)}"
         ) from None
@@ -105,6 +105,12 @@ def shown_kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
+def shown_fields(names: Iterable[Any]) -> str:
+    """Names of fields, as an error shows them: not all of a hundred, and no control characters."""
+    found = ["".join(c if c.isprintable() else "\ufffd" for c in str(name))[:60] for name in names]
+    return ", ".join(found[:12]) + (", ..." if len(found) > 12 else "") if found else "none"
+
+
 def _text_fields(row: Mapping[str, Any]) -> list[str]:
     """The fields that hold text, at most one level down."""
     found = [str(key) for key, value in row.items() if isinstance(value, str)]
@@ -116,7 +122,7 @@ def _text_fields(row: Mapping[str, Any]) -> list[str]:
 
 def _name_the_field(row: Mapping[str, Any]) -> str:
     fields = _text_fields(row)
-    where = f": {', '.join(fields[:6])}" if fields else ""
+    where = f": {shown_fields(fields)}" if fields else ""
     return f"name the field that holds the text, as {{path: ..., column: FIELD}} or PATH,column=FIELD{where}"
 
 
@@ -172,7 +178,7 @@ def _records(path: Path, value: Any) -> list[Any]:
             return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
     records = _holds_records(lists)
     if len(records) > 1:
-        raise UsageError(f"{path}: holds several lists of records: {', '.join(records)}\n  {LIST_FIELDS}")
+        raise UsageError(f"{path}: holds several lists of records: {shown_fields(records)}\n  {LIST_FIELDS}")
     # a conversation is a list of objects too, and is one record
     if records and not set(records) & {"messages", "conversations", "prompt", "completion"}:
         return lists[records[0]]

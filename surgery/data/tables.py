@@ -122,6 +122,7 @@ def _datasets() -> Any:
 
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what it would log is in the error it raises
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it would tell a server of each file that is read here
     return datasets
 
 

@@ -205,3 +205,15 @@ def test_a_path_that_is_not_there_names_what_is_near(tmp_path):
         sources("tests/nothing-here")  # "tests" is a directory, so this is a path and no owner
     with pytest.raises(UsageError, match="is no path"):
         sources("a/" + "b" * 5000)
+
+
+def test_no_server_hears_of_a_local_file(tmp_path, table, monkeypatch):
+    path = tmp_path / "a.parquet"
+    table(path, RECORDS)
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("a server was asked"))
+    monkeypatch.setattr("socket.socket.connect", lambda *_, **__: pytest.fail("a server was asked"))
+    assert list(documents(str(path))) == list(documents(str(tmp_path))) == WANTED
