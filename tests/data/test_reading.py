@@ -214,6 +214,6 @@ def test_no_server_hears_of_a_local_file(tmp_path, table, monkeypatch):
     config = pytest.importorskip("datasets").config
     monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("a server was asked"))
-    monkeypatch.setattr("socket.socket.connect", lambda *_, **__: pytest.fail("a server was asked"))
+    for asking in ("datasets.load.get_session", "socket.getaddrinfo", "socket.socket.connect"):
+        monkeypatch.setattr(asking, lambda *_, **__: pytest.fail("a server was asked"))
     assert list(documents(str(path))) == list(documents(str(tmp_path))) == WANTED
