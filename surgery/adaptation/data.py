@@ -26,7 +26,7 @@ from surgery.errors import UsageError
 from surgery.recipe import Phase, Recipe
 
 SLACK = 1.1  # drawn sources take a little more or less than their share
-COMMITS = "commits.json"  # of the hub's data sets that a run reads
+COMMITS = "data.json"  # in the run directory: the commits of the hub's data sets that it reads
 
 
 def phase_sources(recipe: Recipe, phase: Phase) -> list[tuple[str, float, list[Source]]]:
@@ -145,7 +145,7 @@ def _at_commits(
         return entries
     from surgery.data.hub import hub_commit
 
-    kept = folder / COMMITS
+    kept = folder.with_name(COMMITS)
     known: dict[str, str] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
 
     def fixed(source: Source) -> Source:
@@ -154,7 +154,7 @@ def _at_commits(
         key = f"{source.name}@{source.options.get('revision', 'main')}"
         if key not in known:
             known[key] = hub_commit(source.name, source.options.get("revision"))
-            folder.mkdir(parents=True, exist_ok=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(kept, json.dumps(known, indent=1) + "\n")
         return replace(source, options={**source.options, "revision": known[key]})
 

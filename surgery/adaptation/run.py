@@ -2,6 +2,7 @@
 
     RUN/recipe.yaml                       the recipe, word for word
     RUN/run.json                          what was resolved, and where each phase stands
+    RUN/data.json                         the commits of the hub's data sets that it reads, where it reads any
     RUN/applied/                          the checkpoint that the phases start from
     RUN/phases/NN-name/metrics.jsonl      one line a step; tensorboard/ beside it
     RUN/phases/NN-name/checkpoints/       while the phase runs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,8 @@ def load_text(spec: Any, part: Part = "heldout", root: Path | None = None, limit
     """
     parts: list[str] = []
     size = 0
-    for piece in (piece for source in sources(spec, root) for piece in source.pieces(part)):
+    found = sources(spec, root)
+    for piece in (piece for source in found for piece in source.pieces(part)):
         if limit is not None and size >= limit:
             break
         parts.append(piece.text)
@@ -76,7 +77,7 @@ def load_text(spec: Any, part: Part = "heldout", root: Path | None = None, limit
     text = "".join(parts)
     if not text.strip():
         raise UsageError(f"{describe(spec, part)}: holds no text")
-    return Text(describe(spec, part), text if limit is None else text[:limit])
+    return Text(describe(spec, part) + _commits(found), text if limit is None else text[:limit])
 
 
 def describe(spec: Any, part: Part = "all") -> str:
@@ -88,6 +89,17 @@ def describe(spec: Any, part: Part = "all") -> str:
         weight = f" (weight {spec['weight']})" if "weight" in spec else ""
         return f"{describe(spec.get('path'), part)}{options}{weight}"
     return bundled_name(part) if str(spec) == BUNDLED else str(spec)
+
+
+def _commits(found: Iterable[Source]) -> str:
+    """The commits that a hub's data sets were read at, as a part of the text's name."""
+    names = [source for source in found if source.kind == "hub"]
+    if not names:
+        return ""
+    from surgery.data.hub import hub_commit
+
+    commits = dict.fromkeys(hub_commit(source.name, source.options.get("revision")) for source in names)
+    return f" (commit {', '.join(commits)})"
 
 
 def _cycle(source: Source, part: Part) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -131,4 +133,5 @@ def test_a_run_keeps_to_the_commit_that_it_began_with(make_recipe, phase, tokeni
         # another length reads the stream again
         data.build(recipe, 0, len(loaded) + 1, tokenizer, 260, tmp_path / "data")
     assert loaded == ["a" * 40] * 2
+    assert json.loads((tmp_path / "data.json").read_text()) == {"owner/name@main": "a" * 40}
     hub._commit.cache_clear()

@@ -12,6 +12,7 @@ import pytest
 
 from surgery.data import checking, hub, instruction
 from surgery.data.sources import Source, sources
+from surgery.data.texts import load_text
 from surgery.errors import JobError, UsageError
 
 
@@ -136,6 +137,7 @@ def test_a_stream_is_fixed_by_its_commit(monkeypatch):
     fake.head = "b" * 40  # what this process reads stays of one commit
     assert len(list(source.documents())) == 100 and fake.asked == 1
     assert fake.loaded == [("owner/name", "small", "dev", "a" * 40)] * 2
+    assert load_text("owner/name", limit=20).name == "owner/name (commit " + "b" * 40 + ")"  # of main, asked for now
 
 
 def test_a_stream_is_checked_as_it_is_read(monkeypatch, bytewise):
