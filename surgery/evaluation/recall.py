@@ -34,6 +34,7 @@ TOLERANCE = 0.1  # of the text: how far from its depth a needle may stand for th
 BATCH_BYTES = 2**28  # logits of one forward pass stay under this
 BATCH_TOKENS = 2**15  # tokens of one forward pass
 ATTEMPTS = 50  # to find a prompt of exactly so many tokens
+WHITE = ("\n", " ", "\n\n", " \n", "\n \n")
 
 
 def draw_words(rng: random.Random) -> str:
@@ -182,16 +183,20 @@ class Haystack:
 
     def _filled(self, front: str, tail: str, at: int, goal: int) -> Spans | None:
         """Tokens of a prompt, exactly ``goal`` with those that begin a text, between whose ``front`` and ``tail`` the
-        text from token ``at`` on fills up what is missing; None where a character of several tokens is in the way."""
-        end, tried = at, set()
-        while end not in tried:
-            tried.add(end)
-            # the text's own tokens may join with what they touch, so the count is taken of the whole
-            found = spans_of(self.tokenizer, front + self.text[self.cuts[at] : self.cuts[end]] + tail)
-            missing = goal - len(self.begin) - len(found.ids)
-            if missing == 0:
-                return found
-            end = min(max(at, end + missing), len(self.tokens))
+        text from token ``at`` on fills up what is missing; None where none is found.
+
+        Where the characters are of several tokens each, white space before ``tail`` makes up the difference.
+        """
+        for white in ("", *WHITE):
+            end, tried = at, set()
+            while end not in tried:
+                tried.add(end)
+                # the text's own tokens may join with what they touch, so the count is taken of the whole
+                found = spans_of(self.tokenizer, front + self.text[self.cuts[at] : self.cuts[end]] + white + tail)
+                missing = goal - len(self.begin) - len(found.ids)
+                if missing == 0:
+                    return found
+                end = min(max(at, end + missing), len(self.tokens))
         return None
 
     def candidates(self, rng: random.Random, kind: str, value: str, count: int, tail: str) -> list[list[int]]:
