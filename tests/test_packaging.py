@@ -47,6 +47,7 @@ REACH = {
     "surgery/models": {"models", "graft", "memory", "kernels", "errors"},
     "surgery/hosts": {"hosts", "models", "graft", "memory", "kernels", "errors", "checkpoint", "bundled"},
     "surgery/checkpoint": {"checkpoint", "hosts", "recipe", "memory", "errors"},
+    "surgery/data": {"data", "checkpoint", "errors"},
     "surgery/recipe": {"recipe", "recipes", "errors"},
 }
 JOBS = ("inspection", "evaluation", "adaptation", "export", "benchmark", "pretraining")
