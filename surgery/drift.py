@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from surgery.checkpoint.values import largest_weight
+from surgery.data.texts import Text, load_text
+from surgery.data.tokens import encode, require_context
 from surgery.errors import JobError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.loading import load_tokenizer
 from surgery.evaluation.perplexity import Reader, evaluating, perplexity
-from surgery.evaluation.text import Text, load_text
-from surgery.evaluation.tokens import encode, require_context
 
 if TYPE_CHECKING:
     from surgery.hosts import HostAdapter

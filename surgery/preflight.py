@@ -9,7 +9,7 @@ Everything that is wrong is said at once, each with its line. A job asks for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,10 @@ from surgery.recipe.document import KeyPath
 from surgery.recipe.schema import METRICS
 
 if TYPE_CHECKING:
+    from surgery.data.checking import Content
     from surgery.hosts import HostAdapter
+
+Progress = Callable[[str, int, int], Any]  # stage, bytes done, bytes in all
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,20 @@ class Preflight:
             raise together(error for _, error in sorted(self._errors, key=lambda found: found[0]))
 
 
-def preflight(recipe: Recipe, job: Job, *, offline: bool | None = None, base: Path | None = None) -> Preflight:
+def preflight(
+    recipe: Recipe,
+    job: Job,
+    *,
+    offline: bool | None = None,
+    base: Path | None = None,
+    progress: Progress | None = None,
+) -> Preflight:
     """Check a recipe that has been read against its base, its texts and its phases.
 
     Args:
         offline: never ask a hub for the base.
         base: the base's directory, where it is known.
+        progress: called while data are read.
 
     Raises:
         UsageError: everything that does not fit, each with its line.
@@ -104,9 +115,9 @@ def preflight(recipe: Recipe, job: Job, *, offline: bool | None = None, base: Pa
     if _is_measured(recipe):
         _inspection(found, tokenizer)
     if job.trains:
-        _training(found, tokenizer)
+        _training(found, tokenizer, progress)
     if job.drift or (job.evaluates and recipe.phases):
-        _evaluation(found, tokenizer)
+        _evaluation(found, tokenizer, progress)
     found.raise_errors()
     return found
 
@@ -202,7 +213,7 @@ def _selections(found: Preflight, plan: Plan) -> None:
 
 
 def _inspection(found: Preflight, tokenizer: Any) -> None:
-    from surgery.evaluation.text import describe
+    from surgery.data.texts import describe
     from surgery.inspection.measure import inspected_text, inspected_tokens
 
     recipe = found.recipe
@@ -214,10 +225,10 @@ def _inspection(found: Preflight, tokenizer: Any) -> None:
         found.note("inspection", f"{describe(spec, 'train')}: {len(read):,} tokens measure N_t")
 
 
-def _training(found: Preflight, tokenizer: Any) -> None:
-    """Each phase's data. Of phases that read the same, the one that asks most of it is checked."""
+def _training(found: Preflight, tokenizer: Any, progress: Progress | None) -> None:
+    """Each phase's data, every record of it. Of phases that read the same, the one that asks most is checked."""
     from surgery.adaptation import data
-    from surgery.evaluation.text import describe
+    from surgery.data.texts import describe
 
     recipe = found.recipe
     asking: dict[tuple[str, bool], int] = {}
@@ -233,49 +244,69 @@ def _training(found: Preflight, tokenizer: Any) -> None:
         spec = recipe.data_for(phase)
         name = describe(spec, "train")
         with found.at(("phases", index, "data") if phase.data else ("data",)):
-            if _unread(found, "text", name, spec, tokenizer):
+            content = "instruct" if phase.kind == "instruct" else "text"
+            if _unread(found, "text", name, spec, tokenizer, (content, progress)):
                 continue
-            data.check(recipe, index, tokenizer)
-            said = f"holds examples for a context of {phase.context}" if phase.kind == "instruct" else None
-            found.note("text", f"{name}: {said or f'fills a context of {phase.context}'}")
+            count = sum(one.records for one in data.check(recipe, index, tokenizer, progress))
+            said = "the shortest fits" if phase.kind == "instruct" else "fills"
+            found.note("text", f"{name}: {_records(count, content)}, {said} a context of {phase.context}")
 
 
-def _evaluation(found: Preflight, tokenizer: Any) -> None:
+def _evaluation(found: Preflight, tokenizer: Any, progress: Progress | None) -> None:
     from surgery.adaptation import measuring
+    from surgery.data.texts import describe
     from surgery.drift import text_windows
-    from surgery.evaluation.text import describe
 
     recipe, job = found.recipe, found.job
     spec = recipe.evaluation_text
     name = describe(spec, "heldout")
     with found.at(("evaluation", "text")):
-        if _unread(found, "text", name, spec, tokenizer):
+        if _unread(found, "text", name, spec, tokenizer, ("text", progress)):
             return
         if job.drift:
             count, width = text_windows(tokenizer, spec, recipe.path.parent)[1].shape
             found.note("text", f"{name}: fills {_many(count, 'window')} of {width} tokens for the drift")
         if job.evaluates and recipe.phases:
-            measuring.check(recipe, tokenizer)
+            measuring.check(recipe, tokenizer, progress)
             lengths = ", ".join(map(str, recipe.evaluation.recall.lengths))
             found.note("recall", f"the evaluation's text holds needle prompts of {lengths} tokens")
 
 
-def _unread(found: Preflight, what: str, name: str, spec: Any, tokenizer: Any) -> bool:
-    """Whether a text that is there cannot be read yet; says why.
+def _unread(
+    found: Preflight,
+    what: str,
+    name: str,
+    spec: Any,
+    tokenizer: Any,
+    whole: tuple[Content, Progress | None] | None = None,
+) -> bool:
+    """Whether a text that is there cannot be tokenised yet; says why.
+
+    Args:
+        whole: without a tokenizer read every record all the same, as this content.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: it is not there, or holds a record that is not as it should be.
     """
-    from surgery.evaluation.text import sources
+    from surgery.data import checking
+    from surgery.data.sources import sources
 
     places = sources(spec, found.recipe.path.parent)
     if not found.job.asks_hub and _any_of_hub(places):
         found.note(what, f"{name}: a data set of the hub", checked=False)
         return True
     if tokenizer is None:
-        found.note(what, f"{name}: found; its length in tokens needs the model's tokenizer", checked=False)
+        said = "found"
+        if whole is not None:
+            content, progress = whole
+            said = _records(sum(one.records for one in checking.check(places, content, progress=progress)), content)
+        found.note(what, f"{name}: {said}; its length in tokens needs the model's tokenizer", checked=False)
         return True
     return False
+
+
+def _records(count: int, content: Content) -> str:
+    return _many(count, "document" if content == "text" else "conversation")
 
 
 def _any_of_hub(places: Iterable[Any]) -> bool:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from surgery.preflight import VALIDATE, preflight
 from surgery.recipe import Recipe, format_count
 
 
-def validate_recipe(recipe: Recipe) -> dict[str, Any]:
+def validate_recipe(recipe: Recipe, progress: Callable[[str, int, int], Any] | None = None) -> dict[str, Any]:
     """Check a recipe that has been read against its base and its texts; nothing is downloaded.
+
+    Args:
+        progress: called with (stage, done, total) while the data are read.
 
     Returns:
         ``checks``: a list of {what, checked, detail}; not ``checked`` is what is not on this machine. ``phases``: what
@@ -18,7 +22,7 @@ def validate_recipe(recipe: Recipe) -> dict[str, Any]:
     Raises:
         UsageError: whatever does not fit, as :func:`surgery.preflight.preflight` says it.
     """
-    checks = preflight(recipe, VALIDATE).checks
+    checks = preflight(recipe, VALIDATE, progress=progress).checks
     return {"recipe": recipe.name, "overrides": list(recipe.overrides), "checks": checks, "phases": phase_table(recipe)}
 
 

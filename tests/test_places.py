@@ -54,8 +54,8 @@ def test_near_names(here):
 def test_nothing_is_asked_about_a_path(monkeypatch):
     import huggingface_hub
 
+    from surgery.data.sources import sources
     from surgery.errors import UsageError
-    from surgery.evaluation.text import sources
     from surgery.hosts import resolve
 
     def asked(*_, **__):

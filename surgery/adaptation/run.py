@@ -2,6 +2,7 @@
 
     RUN/recipe.yaml                       the recipe, word for word
     RUN/run.json                          what was resolved, and where each phase stands
+    RUN/data.json                         the commits of the hub's data sets that it reads, where it reads any
     RUN/applied/                          the checkpoint that the phases start from
     RUN/phases/NN-name/metrics.jsonl      one line a step; tensorboard/ beside it
     RUN/phases/NN-name/checkpoints/       while the phase runs
@@ -224,7 +225,9 @@ def _apply(recipe: Recipe, applied: Path, base: Path, options: Options, evaluate
             options.say(text)
 
     options.say(f"applying {recipe.name}")
-    ready = preflight(recipe, Job(evaluates=evaluate, devices=options.devices), base=base)
+    job = Job(evaluates=evaluate, devices=options.devices)
+    with options.measuring() as watch:
+        ready = preflight(recipe, job, base=base, progress=watch)
     return apply(recipe, applied, device=options.device, events=Notes(), ready=ready).drift
 
 
@@ -363,12 +366,14 @@ def _check(
             count = sum(parameter.numel() for parameter in selection.trained.values())
             check_second_model(sum(e.numel for e in original.tensors.values()), count, phase.label, options.device)
         batch_shape(phase.sequences, phase.context, options.devices, 1)
-        data.check(recipe, index, tokenizer)
+        with options.measuring() as watch:
+            data.check(recipe, index, tokenizer, watch)
         dose = schedule.stop
         for parameter in trainable:
             parameter.requires_grad_(True)
     if evaluate:
-        measuring.check(recipe, tokenizer)
+        with options.measuring() as watch:
+            measuring.check(recipe, tokenizer, watch)
 
 
 def _write(run: Path, manifest: RunManifest, options: Options) -> None:

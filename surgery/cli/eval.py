@@ -57,12 +57,12 @@ def evaluate(
     """
     from surgery.cli.common import check_revision, err, named, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
+    from surgery.data.texts import load_text
     from surgery.errors import UsageError
     from surgery.evaluation.finite import overflow_note
     from surgery.evaluation.loading import locate
     from surgery.evaluation.plots import check_plot_path, plot_evaluation
     from surgery.evaluation.report import RecallPlan, evaluate
-    from surgery.evaluation.text import load_text
 
     limit = None if tokens == "all" else count_option("--tokens", tokens)
     window = None if context is None else count_option("--context", context)
@@ -169,6 +169,8 @@ def print_report(out: Any, report: dict[str, Any]) -> None:
     if all(recalls):
         asked = f"{found['lengths'][0]['total']} prompts a length, haystack {found['haystack']}"
         notes.append(f"recall (RULER-style): the right value first of {found['candidates']}; {asked}")
+    begin = text.get("begin_token")
+    notes.append(f"every text and prompt begins with {begin}" if begin else "no token is put before a text or a prompt")
     notes += [f"{entry['name']}: commit {entry['revision']}" for entry in entries if entry.get("revision")]
     for note in notes:
         out.print(note, style="dim", highlight=False)

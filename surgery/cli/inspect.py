@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from surgery.inspection.measure import Inspection
 
 MODEL_HELP = "bundled:NAME, a checkpoint directory, a run directory (its latest model), or a hub id."
-TEXT_HELP = "bundled (Python's documentation), a text file or directory, or hub:NAME."
+TEXT_HELP = "bundled (Python's documentation), a file or directory, or hub:NAME; ,column=FIELD names a field."
 DEFAULT_TOP = 4
 DIAGNOSTICS = {"importance_spread": "spread", "covariance_condition": "cond P"}  # short names for the table
 EXPLAINED = {
@@ -85,9 +85,9 @@ def inspect(
     """
     from surgery.cli.common import check_revision, err, named, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
+    from surgery.data.sources import sources
     from surgery.errors import UsageError
     from surgery.evaluation.plots import check_plot_path
-    from surgery.evaluation.text import sources
     from surgery.hosts import ADAPTERS
     from surgery.inspection.draft import DEFAULT_MEMORY, MEMORIES, check_recipe_path, draft_recipe, write_recipe
     from surgery.inspection.horizon import check_metric

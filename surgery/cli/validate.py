@@ -36,12 +36,14 @@ def validate(
 
     from surgery.checkpoint.remote_code import recipe_says
     from surgery.cli.common import out, write_json
+    from surgery.cli.progress import progress_bars
     from surgery.recipe import load_recipe
     from surgery.validation import validate_recipe
 
     loaded = load_recipe(recipe, settings or ())
     recipe_says(loaded.trust_remote_code)
-    checked = validate_recipe(loaded)
+    with progress_bars() as bars:
+        checked = validate_recipe(loaded, bars)
     if write_json(checked, json_target):
         return
     table = Table(box=None, pad_edge=False, show_header=False)

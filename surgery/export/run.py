@@ -13,11 +13,11 @@ import torch
 from surgery.checkpoint.layout import run_around
 from surgery.checkpoint.staging import claimed, staged_directory
 from surgery.checkpoint.ties import own_head
+from surgery.data.texts import load_text
+from surgery.data.tokens import encode
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load_tokenizer, locate
 from surgery.evaluation.report import RecallPlan, evaluate
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import encode
 from surgery.export.card import dose_warning, model_card
 from surgery.export.source import DTYPES, Source, open_source
 from surgery.export.verify import TOKENS, Check, check_export

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surgery.data.texts import Text, load_text
+from surgery.data.tokens import Tokens, encode, require_context
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load, locate
-from surgery.evaluation.text import Text, load_text
-from surgery.evaluation.tokens import Tokens, encode, require_context
 from surgery.inspection.horizon import LayerHorizon, check_metric, measure_horizons, ranked, static_horizons
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def inspect_model(
         model: ``bundled:NAME``, a checkpoint or run directory, or a hub id.
         data: a data specification; of the bundled text the part that training reads.
         tokens: at most this many tokens.
-        root: where relative paths of ``data`` may stand; see :func:`surgery.evaluation.text.sources`.
+        root: where relative paths of ``data`` may stand; see :func:`surgery.data.texts.sources`.
         offload, say: see :func:`surgery.evaluation.loading.load`. The figures are the same.
         probe: a memory rule to try in each layer alone, on the text's beginning; see
             :func:`surgery.inspection.probe.probe_layers`. The model is then loaded in float32.

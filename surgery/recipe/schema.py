@@ -68,10 +68,14 @@ class LayerChoice(Section):
 
 
 class Source(Section):
-    """One part of a mixture of texts."""
+    """One text, or one part of a mixture of texts; what the options mean is in :mod:`surgery.data.sources`."""
 
     path: Text
     weight: Positive = 1.0
+    column: Text | None = None
+    split: Text | None = None
+    config: Text | None = None
+    revision: Text | None = None
 
 
 Layers = Annotated[
@@ -84,15 +88,17 @@ Layers = Annotated[
 
 
 def plain(data: Any) -> Any:
-    """A data specification as strings, lists and mappings, as :mod:`surgery.evaluation.text` reads it."""
+    """A data specification as strings, lists and mappings, as :mod:`surgery.data.sources` reads it."""
     if isinstance(data, tuple):
-        return [item.model_dump() if isinstance(item, Source) else item for item in data]
-    return data
+        return [plain(item) for item in data]
+    return data.model_dump(exclude_none=True) if isinstance(data, Source) else data
 
 
 def _data_form(value: Any) -> str | None:
     if isinstance(value, (str, WrittenInt, WrittenFloat)):
         return "<text>"
+    if isinstance(value, (dict, Source)):
+        return "<one>"
     if isinstance(value, (list, tuple)):
         return "<mixture>" if value and all(isinstance(item, (dict, Source)) for item in value) else "<paths>"
     return None
@@ -100,6 +106,7 @@ def _data_form(value: Any) -> str | None:
 
 Data = Annotated[
     Annotated[Text, Tag("<text>")]
+    | Annotated[Source, Tag("<one>")]
     | Annotated[Annotated[tuple[Text, ...], Field(min_length=1)], Tag("<paths>")]
     | Annotated[tuple[Source, ...], Tag("<mixture>")],
     _union(_data_form, "write bundled, a path, a list of paths, a hub dataset, or [{path: ..., weight: 2}]"),
