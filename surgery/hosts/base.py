@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -98,7 +99,8 @@ class HostAdapter:
             config_class, _ = self._classes(config.get("model_type") == self.model_types[1])
             given = {key: value for key, value in config.items() if key != "auto_map"}  # no code of a model's is run
             try:
-                parsed = config_class.from_dict(decode_floats(copy.deepcopy(given)))
+                with _silent():
+                    parsed = config_class.from_dict(decode_floats(copy.deepcopy(given)))
                 reason = self._refusal(parsed)
             except MemoryError:
                 raise
@@ -337,16 +339,28 @@ def _check_dtypes(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers without its load report and progress bar; what matters in them is raised instead."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def _silent() -> Iterator[None]:
+    """transformers without a word: what it cannot set it prints, the whole configuration with it, and then raises."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without its load report and progress bar; what matters in them is raised instead."""
+    from transformers.utils import logging as words
+
+    level, bars = words.get_verbosity(), words.is_progress_bar_enabled()
+    words.set_verbosity_error()
+    words.disable_progress_bar()
+    try:
+        yield
+    finally:
+        words.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            words.enable_progress_bar()

@@ -335,7 +335,7 @@ def _same_tensors(before: bytes, after: bytes) -> bool:
 
 def run(cases: list[tuple[str, int]], seed: int, say: Callable[[str], object] = print) -> list[Outcome]:
     """Run cases in this process; each fault is said when it is found."""
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # nothing above it may be printed either: a refusal is the message alone
     outcomes = []
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
