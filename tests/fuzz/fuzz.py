@@ -383,7 +383,7 @@ def main() -> int:
     if chosen.only:
         kind, number = chosen.only.split(":")
         cases = [(kind, int(number))]
-    outcomes = run(cases, chosen.seed)
+    outcomes = run(cases, chosen.seed, lambda line: print(line, flush=True))
     if chosen.only:
         print(outcomes[0].message or "accepted", outcomes[0].trace, sep="\n")
     print(summary(outcomes))
