@@ -20,6 +20,9 @@ LAYER_KEYS = re.compile(r"(?:num_hidden_layers|num_layers|n_layers?|num_mem_bloc
 LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
 SIZE_KEYS = re.compile(r"size|dim|heads|groups|experts|state|rank|kernel|conv|expand|inner|width|^d_|^n_|^num_")
 OTHER_KEYS = re.compile(r"position|chunk|max_|length|window|token|param|step|sample|epoch|batch|theta")
+WIDTHS = ("hidden_size", "d_model")
+WHOLE = (*WIDTHS, "vocab_size", "num_heads", "head_dim", "num_attention_heads", "num_experts")
+REMEDY = "config.json and the weights do not belong together"
 NO_WEIGHTS = 4096  # layers, where no header tells
 NO_SIZE = 1 << 22  # of anything else, where no header tells
 USUAL = 1 << 16  # a size that costs nothing: keys of parts that a model lacks keep their defaults
@@ -52,12 +55,15 @@ def check_sizes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             raise _wrong(place, name, f"names {len(value)} layers", counted)
         if isinstance(value, list) and len(value) > most:
             raise _wrong(place, name, f"lists {len(value)} values", held)
+        if value is not None and (LAYER_KEYS.fullmatch(key) or key in WHOLE):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UsageError(f"{place}: {name} is {str(value)[:40]!r}, not a whole number\n  {REMEDY}")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         if LAYER_KEYS.fullmatch(key):
             if value > most_layers:
                 raise _wrong(place, name, f"is {value}", counted)
-        elif key in ("hidden_size", "d_model") and width is not None and value != width:
+        elif key in WIDTHS and width is not None and value != width:
             raise _wrong(place, name, f"is {value}", f"the weights' headers hold embeddings of width {width}")
         elif key == "vocab_size" and rows is not None and not _fits(config, value, rows):
             raise _wrong(place, name, f"is {value}", f"the weights' headers hold embeddings of {rows} tokens")
@@ -85,4 +91,4 @@ def _fits(config: Mapping[str, Any], vocabulary: float, rows: int) -> bool:
 
 
 def _wrong(place: str, key: str, problem: str, held: str) -> UsageError:
-    return UsageError(f"{place}: {key} {problem}, but {held}\n  config.json and the weights do not belong together")
+    return UsageError(f"{place}: {key} {problem}, but {held}\n  {REMEDY}")
