@@ -55,9 +55,8 @@ def check_sizes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             raise _wrong(place, name, f"names {len(value)} layers", counted)
         if isinstance(value, list) and len(value) > most:
             raise _wrong(place, name, f"lists {len(value)} values", held)
-        if value is not None and (LAYER_KEYS.fullmatch(key) or key in WHOLE):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise UsageError(f"{place}: {name} is {str(value)[:40]!r}, not a whole number\n  {REMEDY}")
+        if value is not None and (LAYER_KEYS.fullmatch(key) or key in WHOLE) and not _is_count(value):
+            raise UsageError(f"{place}: {name} is {str(value)[:40]!r}, not a whole number\n  {REMEDY}")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         if LAYER_KEYS.fullmatch(key):
@@ -82,6 +81,10 @@ def _keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             yield from ((f"{key}.{inner}", str(inner), item) for inner, item in value.items())
         else:
             yield key, key, value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _fits(config: Mapping[str, Any], vocabulary: float, rows: int) -> bool:
