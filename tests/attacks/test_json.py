@@ -55,7 +55,8 @@ def test_broken_manifest(content, tmp_path):
         {"layer_types": 5}, {"layer_types": [[]]}, {"quantization_config": "x"}, {"quantization_config": [1]},
         {"dtype": []}, {"torch_dtype": 7}, {"hidden_size": "16"}, {"num_hidden_layers": None}, {"num_heads": 0},
         {"num_heads": -1},
-        {"vocab_size": {"": {}}}, {"hidden_size": [16]}, {"num_hidden_layers": 2.5}, {"time_step_limit": "x"}, {"head_dim": 10**30}, {"eos_token_id": {"a": []}},
+        {"vocab_size": {"": {}}}, {"hidden_size": [16]}, {"num_hidden_layers": 2.5},
+        {"time_step_limit": "x"}, {"head_dim": 10**30}, {"eos_token_id": {"a": []}},
     ],
     ids=json.dumps,
 )  # fmt: skip
