@@ -6,7 +6,6 @@ The configuration then says float32, so that a plain load gives the run's own we
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from surgery.adaptation.parameters import Selection
 from surgery.checkpoint.checksums import write_checksums
+from surgery.checkpoint.jsonfile import read_json
 from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory
 from surgery.checkpoint.ties import held_ties
@@ -105,7 +105,7 @@ def write_model(
                 tensors[name] = changed[name].detach().to("cpu", torch.float32, copy=True).contiguous()
             save_file(tensors, staging / shard, metadata={"format": "pt"})
         if source.shards != (SINGLE,):
-            index = json.loads((source.directory / INDEX).read_text(encoding="utf-8"))
+            index = read_json(source.directory / INDEX)
             index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
             write_json(staging / INDEX, index)
         for path in companions(source.directory):

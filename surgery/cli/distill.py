@@ -157,7 +157,6 @@ class ProgressBar:
 
 def print_result(result: dict[str, Any]) -> None:
     """What the phases did, and the model before and after, as tables."""
-    import json
 
     from rich.table import Table
 
@@ -178,9 +177,10 @@ def print_result(result: dict[str, Any]) -> None:
         out.print(table)
     path = result["evaluation"].get("after")
     if path is not None:
+        from surgery.checkpoint.jsonfile import read_json
         from surgery.cli.eval import print_report
 
-        print_report(out, json.loads(Path(path).read_text(encoding="utf-8")))
+        print_report(out, read_json(Path(path)))
     out.print(f"model: {result['model']}", highlight=False, soft_wrap=True)
     out.print(f"next:  surgery export {result['run']} --output DIR", highlight=False, soft_wrap=True)
 

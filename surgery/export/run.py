@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from surgery.checkpoint.jsonfile import read_json
 from surgery.checkpoint.layout import run_around
 from surgery.checkpoint.staging import claimed, staged_directory
 from surgery.checkpoint.ties import own_head
@@ -157,10 +157,7 @@ def read_report(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: it is none.
     """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    report = read_json(path, f"write it again with: surgery eval MODEL --json {path.name}")
     if not isinstance(report, dict) or report.get("kind") != "evaluation" or report.get("schema") != 1:
         raise UsageError(f"{path}: is no evaluation report; write one with: surgery eval MODEL --json {path.name}")
     return report

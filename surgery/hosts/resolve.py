@@ -8,11 +8,11 @@ HF_HUB_OFFLINE, or ``offline``, keeps to the cache. No model code of a repositor
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.jsonfile import read_object
 from surgery.checkpoint.layout import CONFIG
 from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
 from surgery.checkpoint.remote_code import trusted
@@ -147,7 +147,7 @@ def _add_tokenizer(directory: Path, offline: bool | None) -> None:
     """Give a converted checkpoint of mamba_ssm's own its tokenizer, where it can be had."""
     from surgery.checkpoint.files import copy_file
 
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_object(directory / CONFIG)
     if (directory / "tokenizer.json").is_file() or not takes_neox(config):
         return
     try:

@@ -161,21 +161,23 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
     Raises:
         UsageError: no such model, an unsupported architecture, tensors missing.
     """
-    from surgery.checkpoint.reading import open_checkpoint
+    from surgery.checkpoint.reading import explained, open_checkpoint
     from surgery.checkpoint.values import check_values
     from surgery.hosts import recognise
 
     located = locate(str(model), revision)
     _, adapter = recognise(located.path)
     checkpoint = open_checkpoint(located.path)
-    layers = adapter.mixer_layers(checkpoint.config)
-    prefixes = [adapter.tensor_prefix(checkpoint.config, layer) for layer in layers]
+    with explained(located.path):
+        layers = adapter.mixer_layers(checkpoint.config)
+        prefixes = [adapter.tensor_prefix(checkpoint.config, layer) for layer in layers]
     names = [prefix + leaf for prefix in prefixes for leaf in ("A_log", "dt_bias")]
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
         raise UsageError(f"{located.path}: tensor {missing[0]} is missing\n  config.json does not fit the weights")
     check_values(checkpoint, adapter.is_unused)
-    log_decay = adapter.static_log_decay({name: checkpoint.read(name) for name in names}, checkpoint.config)
+    with explained(located.path):
+        log_decay = adapter.static_log_decay({name: checkpoint.read(name) for name in names}, checkpoint.config)
     for layer, prefix in zip(layers, prefixes, strict=True):
         if torch.isnan(log_decay[layer]).any():
             raise UsageError(
