@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all fuzz lint clean
 help:
 	@echo "make demo      run the main job on the bundled model (CPU, minutes)"
 	@echo "make test      the test suite (2 cores, under 10 minutes)"
 	@echo "make test-all  the slow tests too"
+	@echo "make fuzz      12,000 broken recipes, checkpoints, data files and runs (SEED=0, minutes)"
 	@echo "make lint      ruff"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -25,6 +26,10 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu'
+
+SEED ?= 0
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

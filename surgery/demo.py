@@ -90,9 +90,9 @@ def run(
         UserError: whatever a step raises. JobError: the exported model did not load in a fresh process.
     """
     for title, words in commands(recipe, base, output):
-        say(f"\n[bold]{title}[/bold]\n[dim]$ surgery {' '.join(words)}[/dim]")
+        say(f"\n{title}\n$ surgery {shlex.join(words)}")
         invoke(words)
-    say("\n[bold]Generate with the exported model in a fresh process[/bold]")
+    say("\nGenerate with the exported model in a fresh process")
     text = generate(output / "exported", PROMPT, 40)
     result = summary(output) | {"prompt": PROMPT, "generated": text}
     draw(result, output / "summary.png")

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from surgery.checkpoint.values import largest_weight
+from surgery.data.texts import Text, load_text
+from surgery.data.tokens import encode, require_context
 from surgery.errors import JobError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.loading import load_tokenizer
 from surgery.evaluation.perplexity import Reader, evaluating, perplexity
-from surgery.evaluation.text import Text, load_text
-from surgery.evaluation.tokens import encode, require_context
 
 if TYPE_CHECKING:
     from surgery.hosts import HostAdapter
@@ -88,7 +88,13 @@ def windows(
     Raises:
         UsageError: no tokenizer, no text, or a text shorter than one window.
     """
-    tokenizer = load_tokenizer(directory)
+    return text_windows(load_tokenizer(directory), spec, root, tokens, context)
+
+
+def text_windows(
+    tokenizer: Any, spec: Any, root: Path | None = None, tokens: int = TOKENS, context: int = CONTEXT
+) -> tuple[str, Tensor]:
+    """As :func:`windows`, with a tokenizer that is loaded."""
     text: Text = load_text(spec, root=root, limit=16 * tokens)
     found = encode(tokenizer, text, tokens)
     require_context(found, context)

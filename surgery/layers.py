@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surgery.checkpoint.reading import Checkpoint
+from surgery.errors import MOST, together
 from surgery.recipe import LayerChoice, Recipe
 from surgery.recipe.schema import METRICS
 
@@ -28,20 +29,21 @@ def resolve_layers(
         from surgery.hosts import adapter_for
 
         count = adapter_for(checkpoint.config).parse(checkpoint.config).num_hidden_layers
-        for index, layer in enumerate(choice):
-            if layer in (checkpoint.config.get("surgery") or {}).get("layers", ()):
-                raise recipe.error(
-                    ("layers", index),
-                    f"layer {layer} was swapped before",
-                    f"layers that were not: {ranges(available)}; surgery revert gives a layer its own memory back",
-                )
-            if layer not in available:
-                problem = (
-                    f"layer {layer} does not exist: the model has {count}, 0 to {count - 1}"
-                    if layer >= count
-                    else f"layer {layer} holds no mixer that can be swapped"
-                )
-                raise recipe.error(("layers", index), problem, f"layers that do: {ranges(available)}")
+        before, free = set((checkpoint.config.get("surgery") or {}).get("layers", ())), set(available)
+        wrong = [(index, layer) for index, layer in enumerate(choice) if layer not in free]
+        found = []
+        for index, layer in wrong[:MOST]:
+            remedy = f"layers that do: {ranges(available)}"
+            if layer in before:
+                problem = f"layer {layer} was swapped before"
+                remedy = f"layers that were not: {ranges(available)}; surgery revert gives a layer its own memory back"
+            elif layer >= count:
+                problem = f"layer {layer} does not exist: the model has {count}, 0 to {count - 1}"
+            else:
+                problem = f"layer {layer} holds no mixer that can be swapped"
+            found.append(recipe.error(("layers", index), problem, remedy))
+        if found:
+            raise together(found, len(wrong))
         return tuple(sorted(choice)), None
     key = next(name for name in ("top", "bottom", "random") if getattr(choice, name) is not None)
     wanted = getattr(choice, key)

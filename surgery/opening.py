@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.checksums import require_whole
-from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
+from surgery.checkpoint.jsonfile import read_json
+from surgery.checkpoint.reading import Checkpoint, check_tensors, explained, open_checkpoint
 from surgery.checkpoint.values import check_values
-from surgery.errors import JobError, UsageError
+from surgery.errors import JobError, UsageError, plain_reason
 from surgery.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def open_base(
         require_whole(directory)
         checkpoint = open_checkpoint(directory)
         adapter = adapter_for(checkpoint.config)
-        check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)
+        with explained(directory):
+            expected = adapter.expected_tensors(checkpoint.config)
+        check_tensors(checkpoint, expected, adapter.name)
         check_names(checkpoint, adapter)
         check_values(checkpoint, adapter.is_unused)
         check_tokenizer(checkpoint)
@@ -72,12 +74,15 @@ def base_tokenizer(recipe: Recipe, directory: Path) -> Any:
     """The tokenizer of the recipe's base, for the texts that the recipe names.
 
     Raises:
-        UsageError: there is none; the place named is the recipe's model, not one of its texts.
+        UsageError: there is none, or it makes tokens that the model has not; the place named is the recipe's model, not
+            one of its texts.
     """
     from surgery.evaluation.loading import load_tokenizer
+    from surgery.hosts import recognise
 
     with recipe.at(("model",)):
-        return load_tokenizer(directory)
+        config, adapter = recognise(directory)
+        return load_tokenizer(directory, adapter.parse(config).vocab_size)
 
 
 def check_tokenizer(checkpoint: Checkpoint) -> None:
@@ -90,13 +95,15 @@ def check_tokenizer(checkpoint: Checkpoint) -> None:
     if not path.is_file():
         return
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_json(path)
         vocabulary = document["model"]["vocab"]
         # a unigram model lists its tokens in order, others map them to ids
         largest = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         largest = max([largest, *(token["id"] for token in document.get("added_tokens") or ())])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: not a tokenizer ({type(error).__name__})\n  download this file again") from None
+        if isinstance(largest, bool) or not isinstance(largest, int):
+            raise ValueError("an id is no whole number")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not a tokenizer ({plain_reason(error)})\n  download this file again") from None
     from surgery.hosts import adapter_for
 
     size = adapter_for(checkpoint.config).parse(checkpoint.config).vocab_size

@@ -18,7 +18,9 @@ from surgery.checkpoint.writing import write_checkpoint
 from surgery.errors import JobError
 from surgery.layers import Measure, inspection_measure
 from surgery.opening import base_tokenizer
+from surgery.places import is_hub_id
 from surgery.plan import Plan, make_plan
+from surgery.preflight import Job, Preflight, preflight
 from surgery.recipe import Recipe
 
 RECIPE_FILE = "surgery_recipe.yaml"
@@ -79,6 +81,7 @@ def apply(
     offline: bool | None = None,
     measure: Measure | None = None,
     events: Events | None = None,
+    ready: Preflight | None = None,
 ) -> ApplyReport:
     """Swap the memories that a recipe names and write the checkpoint.
 
@@ -89,6 +92,7 @@ def apply(
         link: let the weight files share the base's bytes on the disk where that is possible, by a reflink or a hard
             link, and copy them otherwise.
         measure: see :func:`surgery.plan.make_plan`.
+        ready: what :func:`surgery.preflight.preflight` found, where that was asked before.
 
     Returns:
         The report; ``drift`` as :class:`surgery.drift.Drift` or ``LayerDrift`` in plain values.
@@ -105,16 +109,19 @@ def apply(
     if dry_run:
         if output is not None:
             check_output(output)
-        plan = _plan(recipe, measure, offline, events)
+        plan = _plan(recipe, ready, drift, measure, offline, events)
         return ApplyReport(plan, None, None, recipe.drift_limit(plan.exact))
     with claimed(output) as final:
-        plan = _plan(recipe, measure, offline, events)
+        plan = _plan(recipe, ready, drift, measure, offline, events)
         return _write(plan, final, drift, link, device, events)
 
 
-def _plan(recipe: Recipe, measure: Measure, offline: bool | None, events: Events) -> Plan:
+def _plan(
+    recipe: Recipe, ready: Preflight | None, drift: DriftKind, measure: Measure, offline: bool | None, events: Events
+) -> Plan:
     events.stage("planning")
-    plan = make_plan(recipe, measure=measure, offline=offline)
+    ready = ready or preflight(recipe, Job(drift=drift != "skip", trains=False, evaluates=False), offline=offline)
+    plan = make_plan(recipe, measure=measure, opened=ready.opened)
     events.planned(plan)
     own = own_head(plan.base, plan.adapter.ties(plan.base.config))
     if own is not None:
@@ -147,7 +154,8 @@ def _write(plan: Plan, final: Path, drift: DriftKind, link: bool, device: str, e
             events.stage("loading it back")
             measured = _measure(plan, staging, drift, text, device, events)
             _judge(plan, measured, limit)
-        (staging / CARD_FILE).write_text(card(plan, final.name, measured), encoding="utf-8")
+        # a directory's name may hold bytes that are no text
+        (staging / CARD_FILE).write_text(card(plan, final.name, measured), encoding="utf-8", errors="replace")
     return ApplyReport(plan, final, measured, limit, how)
 
 
@@ -193,7 +201,7 @@ def card(plan: Plan, name: str, measured: dict[str, Any] | None) -> str:
     rule = recipe.memory.rule
     layers = ", ".join(map(str, plan.layers))
     base = f"`{recipe.model}`{at_commit(plan.surgery())}"
-    hub = f"base_model: {recipe.model}\n" if "/" in recipe.model and not Path(recipe.model).exists() else ""
+    hub = f"base_model: {recipe.model}\n" if is_hub_id(recipe.model) else ""
     overrides = f"\nChanged on the command line: {', '.join(f'`{item}`' for item in recipe.overrides)}\n"
     start = (
         "It computes what its base computes."

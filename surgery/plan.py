@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.fitting import RUNTIME_BYTES, model_bytes, streamed_bytes
@@ -145,21 +144,40 @@ def _tensor(tensor: Added | TensorEntry) -> dict[str, Any]:
 
 
 def make_plan(
-    recipe: Recipe, *, measure: Measure | None = None, offline: bool | None = None, base: Path | None = None
+    recipe: Recipe,
+    *,
+    measure: Measure | None = None,
+    offline: bool | None = None,
+    opened: tuple[Checkpoint, HostAdapter] | None = None,
 ) -> Plan:
     """Bind a recipe to its base and check everything that can fail before work starts.
 
     Args:
         measure: measures N_t where the recipe chooses layers by it; None for :func:`surgery.layers.inspection_measure`.
         offline: never ask a hub.
-        base: the base's directory, where it is already known.
+        opened: what :func:`surgery.opening.open_base` gave, where that was done before.
 
     Raises:
         UsageError: the model is not there or not supported, its files are incomplete, the layers are not what the
             recipe says, the tokenizer does not fit.
     """
-    checkpoint, adapter = open_base(recipe, offline=offline, base=base)
+    checkpoint, adapter = opened or open_base(recipe, offline=offline)
     layers, horizons = resolve_layers(recipe, swappable(checkpoint, adapter), checkpoint, measure)
+    return bind(recipe, checkpoint, adapter, layers, horizons)
+
+
+def bind(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    adapter: HostAdapter,
+    layers: tuple[int, ...],
+    horizons: dict[str, dict[int, float]] | None = None,
+) -> Plan:
+    """The plan for layers that are known.
+
+    Raises:
+        UsageError: an option does not fit the host's shapes.
+    """
     options, added, exact_limit = plan_memory(recipe, checkpoint, adapter, layers)
     dose = 1.0 if recipe.memory.start == "paper" else 0.0
     prefixes = tuple(adapter.tensor_prefix(checkpoint.config, layer) for layer in layers)
@@ -190,8 +208,13 @@ def plan_memory(
     written: dict[str, Any] = {}
     for layer in layers:
         prefix = adapter.tensor_prefix(checkpoint.config, layer)
+        geometry = adapter.geometry(checkpoint.config, layer)
+        rank = options.get("rank") or 1
+        if rank > geometry.hidden_size:
+            problem = f"a rank of {rank} is above the model's width of {geometry.hidden_size}"
+            raise recipe.error(("memory", "rank"), problem, f"use {geometry.hidden_size} or less")
         with recipe.at(("memory",)), torch.device("meta"):
-            memory = create(recipe.memory.rule, adapter.geometry(checkpoint.config, layer), **options)
+            memory = create(recipe.memory.rule, geometry, **options)
         memory = memory.to(mixer_dtype(checkpoint, prefix))
         exact_limit &= memory.exact_limit
         written = memory.options

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.checksums import require_whole
 from surgery.checkpoint.files import copy_file
-from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, Checkpoint, TensorEntry, check_tensors, open_checkpoint
+from surgery.checkpoint.reading import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    TensorEntry,
+    check_tensors,
+    explained,
+    open_checkpoint,
+)
 from surgery.checkpoint.staging import claimed, staged_directory
 from surgery.checkpoint.tensorfile import write_tensors
 from surgery.checkpoint.ties import held_ties, own_head
@@ -146,7 +155,9 @@ def _revert(
     rest = replace(source, tensors={name: entry for name, entry in source.tensors.items() if name not in removed})
     check_values(rest, adapter.is_unused)  # what is left out may be damaged: to leave it out is the remedy
     shapes = {entry.name: entry.shape for entry in rest.tensors.values()}
-    check_tensors(rest, adapter.expected_tensors(adapter.completed(config, shapes)), adapter.name)
+    with explained(located.path):
+        expected = adapter.expected_tensors(adapter.completed(config, shapes))
+    check_tensors(rest, expected, adapter.name)
     report = Reverted(
         model=model,
         output=final,
@@ -165,7 +176,7 @@ def _revert(
         for path in companions(source.directory):
             copy_file(source.directory / path, staging / path)
         write_json(staging / CONFIG, config)
-        (staging / CARD_FILE).write_text(card(report, final.name), encoding="utf-8")
+        (staging / CARD_FILE).write_text(card(report, final.name), encoding="utf-8", errors="replace")
     return report
 
 

@@ -30,3 +30,9 @@ def fresh_seed(request):
 def two_threads():
     """The suite runs in two processes on two cores: one thread each."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """What the tests find good, or convert, is kept in no one's home."""
+    os.environ["SURGERY_CACHE"] = str(tmp_path_factory.mktemp("cache"))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from surgery.adaptation import instruction
-from surgery.adaptation.instruction import InstructDataset
-from surgery.adaptation.packing import (
+from surgery.checkpoint.staging import write_atomic
+from surgery.data import checking, instruction
+from surgery.data.instruction import InstructDataset
+from surgery.data.packing import (
     PackedDataset,
     PackedTokens,
     read_tokens,
@@ -18,12 +20,13 @@ from surgery.adaptation.packing import (
     tokens_key,
     write_tokens,
 )
+from surgery.data.sources import Piece, Source, is_mixture, sources
+from surgery.data.texts import describe
 from surgery.errors import UsageError
-from surgery.evaluation.text import Source, describe, sources
 from surgery.recipe import Phase, Recipe
 
 SLACK = 1.1  # drawn sources take a little more or less than their share
-EARLY_RECORDS = 32  # of a hub data set that are read before the first step; files are read whole
+COMMITS = "data.json"  # in the run directory: the commits of the hub's data sets that it reads
 
 
 def phase_sources(recipe: Recipe, phase: Phase) -> list[tuple[str, float, list[Source]]]:
@@ -34,7 +37,7 @@ def phase_sources(recipe: Recipe, phase: Phase) -> list[tuple[str, float, list[S
     """
     spec = recipe.data_for(phase)
     root = recipe.path.parent
-    if isinstance(spec, (list, tuple)) and any(isinstance(item, Mapping) for item in spec):
+    if is_mixture(spec):
         entries = [(item, sources([item], root)) for item in spec]
         return [(describe(item["path"]), sum(s.weight for s in found), found) for item, found in entries]
     return [(describe(spec, "train"), 1.0, sources(spec, root))]
@@ -44,6 +47,12 @@ def training_documents(found: Iterable[Source]) -> Iterator[str]:
     """The documents of sources, one source after the other; of the bundled text only the part for training."""
     for source in found:
         yield from source.documents("train")
+
+
+def training_pieces(found: Iterable[Source]) -> Iterator[Piece]:
+    """:func:`training_documents`, the long ones in pieces."""
+    for source in found:
+        yield from source.pieces("train")
 
 
 def phase_seed(recipe: Recipe, index: int) -> int:
@@ -77,7 +86,7 @@ def build(
     """
     phase = recipe.phases[index]
     seed = phase_seed(recipe, index)
-    entries = phase_sources(recipe, phase)
+    entries = _at_commits(phase_sources(recipe, phase), folder)
     if phase.kind == "instruct":
         rows = [row for _, _, found in entries for row in _examples(found, tokenizer)]
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
@@ -87,18 +96,26 @@ def build(
     for name, weight, found in entries:
         share = 1.0 if len(entries) == 1 else SLACK * weight / whole
         limit = int(share * length * phase.context) + 10 * phase.context + 1
-        key = tokens_key(sources=found, tokenizer=_fingerprint(tokenizer), limit=limit)
+        key = tokens_key(sources=found, tokenizer=checking.identity(tokenizer), limit=limit, rule=2)
         cached = read_tokens(folder / key, name, content, verify=verify, say=say)
         if cached is None:
-            documents = training_documents(found)
-            write_tokens(folder / key, tokenise(documents, tokenizer, limit), vocabulary, content)
+            ids = tokenise(training_pieces(found), tokenizer, limit)
+            write_tokens(folder / key, ids, vocabulary, content)
             cached = read_tokens(folder / key, name, content, verify=False)
         tokens.append(cached)
     return PackedDataset(tokens, [weight for _, weight, _ in entries], phase.context, length, seed)
 
 
-def check(recipe: Recipe, index: int, tokenizer: Any) -> None:
-    """Find what :func:`build` would refuse, as far as the beginning of each text tells.
+def check(
+    recipe: Recipe, index: int, tokenizer: Any, progress: checking.Progress | None = None
+) -> list[checking.Checked]:
+    """Read every record of the phase's local files, and find what :func:`build` would refuse.
+
+    Args:
+        progress: called with a stage, the bytes read and those of all files.
+
+    Returns:
+        Each source with its fingerprint.
 
     Raises:
         UsageError, JobError: as :func:`build`.
@@ -107,37 +124,52 @@ def check(recipe: Recipe, index: int, tokenizer: Any) -> None:
     named = phase.data is not None or recipe.data is None
     with recipe.at(("phases", index, "data") if named else ("data",)):
         entries = phase_sources(recipe, phase)
+        every = [source for _, _, found in entries for source in found]
         if phase.kind == "instruct":
-            _check_records(phase, entries, tokenizer)
-            return
+            checked = checking.check(every, "instruct", tokenizer, progress=progress)
+            _require_fitting(phase, entries[0][0], every, checked)
+            return checked
+        checked = checking.check(every, "text", progress=progress)
         for name, _, found in entries:
-            count = sum(map(len, tokenise(training_documents(found), tokenizer, phase.context + 1)))
+            count = sum(map(len, tokenise(training_pieces(found), tokenizer, phase.context + 1)))
             require_window(name, count, phase.context)
+        return checked
 
 
-def _check_records(phase: Phase, entries: list[tuple[str, float, list[Source]]], tokenizer: Any) -> None:
-    searching = whole = True
-    for _, _, found in entries:
-        for source in found:
-            whole = whole and source.kind != "hub"
-            rows = instruction.records(source.rows("train"), source.name)
-            for row, place in islice(rows, EARLY_RECORDS if source.kind == "hub" else None):
-                # the form of every record, the length of as many as it takes to find one that fits
-                instruction.pieces(row, place, tokenizer)
-                if searching:
-                    searching = len(instruction.encode(row, place, tokenizer).ids) > phase.context
-    if searching and whole:
+def _require_fitting(phase: Phase, name: str, found: list[Source], checked: list[checking.Checked]) -> None:
+    shortest = min((one.shortest for one in checked if one.shortest is not None), default=0)
+    if shortest > phase.context and all(source.kind != "hub" for source in found):
         raise UsageError(
-            f"data: {entries[0][0]}: no example fits a context of {phase.context} tokens; raise context"
+            f"data: {name}: no example fits a context of {phase.context} tokens; raise context to {shortest} or more"
         )
 
 
 def _examples(found: Iterable[Source], tokenizer: Any) -> Iterator[instruction.Example]:
     for source in found:
-        for row, place in instruction.records(source.rows("train"), source.name):
-            yield instruction.encode(row, place, tokenizer)
+        column = source.options.get("column")
+        for number, row in enumerate(source.rows("train"), 1):
+            yield instruction.encode(row, f"{source.name}, record {number}", tokenizer, column)
 
 
-def _fingerprint(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+def _at_commits(
+    entries: list[tuple[str, float, list[Source]]], folder: Path
+) -> list[tuple[str, float, list[Source]]]:
+    """The entries with each data set of a hub fixed at its commit: the one it stood at when the run first read it."""
+    if not any(source.kind == "hub" for _, _, found in entries for source in found):
+        return entries
+    from surgery.data.hub import hub_commit
+
+    kept = folder.with_name(COMMITS)
+    known: dict[str, str] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+
+    def fixed(source: Source) -> Source:
+        if source.kind != "hub":
+            return source
+        key = f"{source.name}@{source.options.get('revision', 'main')}"
+        if key not in known:
+            known[key] = hub_commit(source.name, source.options.get("revision"))
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(kept, json.dumps(known, indent=1) + "\n")
+        return replace(source, options={**source.options, "revision": known[key]})
+
+    return [(name, weight, [fixed(source) for source in found]) for name, weight, found in entries]

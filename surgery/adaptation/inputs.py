@@ -11,7 +11,7 @@ from surgery.checkpoint.checksums import sha256
 from surgery.checkpoint.manifest import InputRecord
 from surgery.checkpoint.reading import CONFIG, INDEX, open_checkpoint
 from surgery.checkpoint.writing import companions
-from surgery.evaluation.text import Source
+from surgery.data.sources import Source
 from surgery.hosts import commit
 from surgery.recipe import Recipe
 

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surgery.data.packing import IGNORED
+
 SMOOTHING = 1e-3  # of the teacher's norm: below it a difference is rounding, and its gradient fades out
-IGNORED = -100  # the label of a token that is not scored
 
 
 @dataclass(frozen=True)

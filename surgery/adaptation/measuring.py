@@ -12,11 +12,13 @@ import torch
 
 from surgery.adaptation.phases import Options
 from surgery.checkpoint.staging import write_atomic
+from surgery.data import checking
+from surgery.data.sources import sources
+from surgery.data.texts import Text, load_text
+from surgery.data.tokens import encode, require_context
 from surgery.evaluation.loading import Located, load
 from surgery.evaluation.recall import Haystack
 from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
-from surgery.evaluation.text import Text, load_text
-from surgery.evaluation.tokens import encode, require_context
 from surgery.recipe import Recipe, shipped
 from surgery.results import json_text
 
@@ -25,13 +27,18 @@ CHARACTERS = 16 * TOKENS
 SAMPLES = 5  # needles a length and depth
 
 
-def check(recipe: Recipe, tokenizer: Any) -> None:
+def check(recipe: Recipe, tokenizer: Any, progress: checking.Progress | None = None) -> None:
     """Find what :func:`figures` would refuse, before any training.
+
+    Args:
+        progress: called with a stage, done and total while local files are read.
 
     Raises:
         UsageError: the evaluation's text is missing or too short, or a recall length holds no needle.
     """
     with recipe.at(("evaluation", "text")):
+        found = sources(recipe.evaluation_text, recipe.path.parent)
+        checking.check([source for source in found if source.kind == "file"], "text", progress=progress)
         text = _text(recipe)
         tokens = encode(tokenizer, text, TOKENS)
         require_context(tokens, default_context(len(tokens)))

@@ -2,6 +2,7 @@
 
     RUN/recipe.yaml                       the recipe, word for word
     RUN/run.json                          what was resolved, and where each phase stands
+    RUN/data.json                         the commits of the hub's data sets that it reads, where it reads any
     RUN/applied/                          the checkpoint that the phases start from
     RUN/phases/NN-name/metrics.jsonl      one line a step; tensorboard/ beside it
     RUN/phases/NN-name/checkpoints/       while the phase runs
@@ -101,7 +102,7 @@ def _distill(
     with state.main_process_first(), recipe.at(("model",)):  # it downloads, or converts, where that is needed
         base = resolve(recipe.model, recipe.revision, offline)
     with state.main_process_first():
-        manifest = _begin(recipe, run, base, start, options, offline)
+        manifest = _begin(recipe, run, base, start, options, evaluate)
     starts = [run / "applied", *(phase_folder(run, i, p) / "model" for i, p in enumerate(recipe.phases))]
     pending = [i for i, phase in enumerate(recipe.phases) if not is_finished(phase_folder(run, i, phase))]
     first = pending[0] if pending else len(recipe.phases)
@@ -157,7 +158,7 @@ def _distill(
 
 
 def _begin(
-    recipe: Recipe, run: Path, base: Path, start: str | None, options: Options, offline: bool | None
+    recipe: Recipe, run: Path, base: Path, start: str | None, options: Options, evaluate: bool
 ) -> RunManifest:
     """The manifest of a new run, or of an old one that the recipe may continue. Applies where nothing is applied."""
     if (run / FILE).is_file():
@@ -171,7 +172,7 @@ def _begin(
     made = manifest is None and not (applied / COMPLETE).is_file()
     if not applied.is_dir() or not any(applied.iterdir()):
         if start is None:
-            drift = _apply(recipe, applied, options, offline)
+            drift = _apply(recipe, applied, base, options, evaluate)
         else:
             source = _start(start)
             _swap(recipe, source, base)  # before it is copied
@@ -215,15 +216,19 @@ def _holds_others(run: Path, recipe: Recipe) -> bool:
     return others not in ([], begun)
 
 
-def _apply(recipe: Recipe, applied: Path, options: Options, offline: bool | None) -> dict[str, Any] | None:
+def _apply(recipe: Recipe, applied: Path, base: Path, options: Options, evaluate: bool) -> dict[str, Any] | None:
     from surgery.operation import Events, apply
+    from surgery.preflight import Job, preflight
 
     class Notes(Events):
         def note(self, text: str) -> None:
             options.say(text)
 
     options.say(f"applying {recipe.name}")
-    return apply(recipe, applied, device=options.device, offline=offline, events=Notes()).drift
+    job = Job(evaluates=evaluate, devices=options.devices)
+    with options.measuring() as watch:
+        ready = preflight(recipe, job, base=base, progress=watch)
+    return apply(recipe, applied, device=options.device, events=Notes(), ready=ready).drift
 
 
 def _start(name: str) -> Path:
@@ -361,12 +366,14 @@ def _check(
             count = sum(parameter.numel() for parameter in selection.trained.values())
             check_second_model(sum(e.numel for e in original.tensors.values()), count, phase.label, options.device)
         batch_shape(phase.sequences, phase.context, options.devices, 1)
-        data.check(recipe, index, tokenizer)
+        with options.measuring() as watch:
+            data.check(recipe, index, tokenizer, watch)
         dose = schedule.stop
         for parameter in trainable:
             parameter.requires_grad_(True)
     if evaluate:
-        measuring.check(recipe, tokenizer)
+        with options.measuring() as watch:
+            measuring.check(recipe, tokenizer, watch)
 
 
 def _write(run: Path, manifest: RunManifest, options: Options) -> None:

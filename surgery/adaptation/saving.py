@@ -6,8 +6,7 @@ The configuration then says float32, so that a plain load gives the run's own we
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from surgery.adaptation.parameters import Selection
 from surgery.checkpoint.checksums import write_checksums
+from surgery.checkpoint.jsonfile import read_json
 from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint, read_config
 from surgery.checkpoint.staging import staged_directory
 from surgery.checkpoint.ties import held_ties
@@ -45,6 +45,11 @@ def trained_tensors(
     return changed
 
 
+def astray(stored: Collection[str], names: Iterable[str]) -> list[str]:
+    """The disk names of what is trained that a checkpoint with the tensors ``stored`` has no place for."""
+    return sorted(name for name in names if name not in stored)
+
+
 def require_places(source: Checkpoint, names: Iterable[str]) -> None:
     """Refuse to train what could not be written back.
 
@@ -54,10 +59,9 @@ def require_places(source: Checkpoint, names: Iterable[str]) -> None:
     Raises:
         JobError: ``source`` holds no tensor of that name.
     """
-    astray = sorted(name for name in names if name not in source.tensors)
-    if astray:
+    if missing := astray(source.tensors, names):
         raise JobError(
-            f"{source.directory}: holds no tensor {astray[0]}, so it cannot be trained and written back\n"
+            f"{source.directory}: holds no tensor {missing[0]}, so it cannot be trained and written back\n"
             "  write trainable: swapped (or swapped-memory) in the phase"
         )
 
@@ -101,7 +105,7 @@ def write_model(
                 tensors[name] = changed[name].detach().to("cpu", torch.float32, copy=True).contiguous()
             save_file(tensors, staging / shard, metadata={"format": "pt"})
         if source.shards != (SINGLE,):
-            index = json.loads((source.directory / INDEX).read_text(encoding="utf-8"))
+            index = read_json(source.directory / INDEX)
             index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
             write_json(staging / INDEX, index)
         for path in companions(source.directory):

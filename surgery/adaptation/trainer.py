@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from surgery.adaptation import checkpoints
+from surgery.adaptation.batches import MicroBatches
 from surgery.adaptation.distiller import Distiller
 from surgery.adaptation.monitoring import METRICS, Step, Watcher
-from surgery.adaptation.packing import MicroBatches
 from surgery.adaptation.parameters import MAX_GRAD_NORM, Selection
 from surgery.adaptation.schedules import BatchShape, DoseSchedule
 from surgery.adaptation.watchdog import check_gradients, check_loss

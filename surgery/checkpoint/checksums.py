@@ -77,7 +77,10 @@ def read_checksums(directory: Path) -> Checksums | None:
         text = (directory / COMPLETE).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:  # a list as deep as Python's stack: damage like any other
+        raise ValueError("nested too deep") from None
     if not isinstance(value, dict):
         raise ValueError("it holds no list of files")
     if value and all(type(size) is int for size in value.values()):  # of the version before

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from surgery.checkpoint.jsonfile import read_json
 from surgery.checkpoint.layout import RUN_FILE as FILE
 from surgery.checkpoint.staging import write_atomic
 from surgery.errors import UsageError
@@ -77,12 +77,9 @@ def read_manifest(run: Path) -> RunManifest:
         UsageError: there is none, it is damaged, or another version wrote it.
     """
     path = Path(run) / FILE
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"{run}: holds no {FILE}, so it is no run\n  make one with: surgery distill RECIPE") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}\n  start the run again in a new directory") from None
+    if not path.is_file():
+        raise UsageError(f"{run}: holds no {FILE}, so it is no run\n  make one with: surgery distill RECIPE")
+    value = read_json(path, "start the run again in a new directory")
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema not in READ:
         raise UsageError(

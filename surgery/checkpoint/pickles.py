@@ -9,7 +9,6 @@ compared each time.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.jsonfile import read_json, read_object
+from surgery.checkpoint.links import check_links
 from surgery.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def unpickled(directory: Path, name: str | None = None) -> Path:
     """
     if any(directory.glob("*.safetensors")):
         return directory
+    check_links(directory)
     files = pickle_files(directory)
     if not files:
         return directory
@@ -92,8 +94,6 @@ def pickle_files(directory: Path) -> list[Path]:
     Raises:
         UsageError: the index is damaged, or names files that are not there.
     """
-    from surgery.checkpoint.reading import read_json
-
     index = directory / INDEX
     if not index.is_file():
         return [directory / SINGLE] if (directory / SINGLE).is_file() else []
@@ -124,10 +124,9 @@ def origin(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(file)
+    except UsageError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _key(files: list[Path]) -> str:

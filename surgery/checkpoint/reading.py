@@ -6,15 +6,19 @@ header first, so that a missing or cut-off file is found before any work.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.configuration import checked
+from surgery.checkpoint.jsonfile import read_json, read_object
 from surgery.checkpoint.layout import CONFIG, no_model
-from surgery.errors import UsageError
+from surgery.checkpoint.links import check_links
+from surgery.checkpoint.sizes import check_sizes
+from surgery.errors import UsageError, UserError, plain_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+SMALL_FILES = (
+    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
 # bytes an element, by safetensors' names
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -87,6 +94,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     """
     directory = Path(directory)
     config = read_config(directory)
+    check_companions(directory)
     names, metadata, promised = _shards(directory)
     tensors: dict[str, TensorEntry] = {}
     for shard in names:
@@ -106,8 +114,36 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     check_unquantised(directory, tensors.values())
     from surgery.hosts import complete_config  # families are above this module; only what their configurations lack
 
-    config = complete_config(config, {name: entry.shape for name, entry in tensors.items()})
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    check_sizes(config, shapes, str(directory / CONFIG))
+    with explained(directory):
+        config = complete_config(config, shapes)
     return Checkpoint(directory, config, tuple(names), tensors, metadata)
+
+
+@contextlib.contextmanager
+def explained(directory: Path) -> Iterator[None]:
+    """Put into one line whatever a library says when it is given a configuration that makes no sense.
+
+    Raises:
+        UsageError: naming config.json.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        reason = plain_reason(error)
+        raise UsageError(f"{directory / CONFIG}: cannot be used: {reason}\n  download the checkpoint again") from error
+
+
+def shapes_there(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a directory, of as many of its files as can be read."""
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with contextlib.suppress(UserError, OSError):
+            found |= {entry.name: entry.shape for entry in read_header(file)}
+    return found
 
 
 def check_unquantised(directory: Path, entries: Iterable[TensorEntry]) -> None:
@@ -137,24 +173,19 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / CONFIG
     if not path.is_file():
         raise UsageError(no_model(directory))
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise UsageError(f"{path}: is not a JSON object\n  download the checkpoint again")
-    return config
+    check_links(directory)
+    return checked(read_object(path), path)
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file's value.
+def check_companions(directory: Path) -> None:
+    """Check the small JSON files beside config.json, which transformers reads without a word of theirs in its errors.
 
     Raises:
-        UsageError: unreadable or not JSON, with the line.
+        UsageError: naming the file that is damaged.
     """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg}\n  download the checkpoint again") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}\n  check the file and its rights") from None
+    for name in SMALL_FILES:
+        if (directory / name).is_file():
+            read_object(directory / name)
 
 
 def _shards(directory: Path) -> tuple[list[str], dict[str, Any], dict[str, str]]:

@@ -20,6 +20,7 @@ from surgery.errors import JobError, UsageError
 
 STAGING = ".partial-"
 ABANDONED = 86_400.0  # seconds without a change after which another machine's staging directory is taken for abandoned
+NAME_BYTES = 255  # of one file's name, on every common file system
 TORCH_SAVE_FAILED = ("PytorchStreamWriter failed writing", "unexpected pos", "iostream error")
 
 
@@ -29,6 +30,7 @@ def check_output(directory: Path) -> Path:
     Raises:
         UsageError: it exists and is not an empty directory, or cannot be made.
     """
+    check_name(Path(directory), "--output")
     directory = Path(directory).expanduser().resolve()
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--output {directory}: is a file\n  name a directory that does not exist yet")
@@ -54,12 +56,25 @@ def check_file(path: Path, option: str) -> None:
         UsageError: its directory is not there or cannot be written, or it is a directory itself.
     """
     path = Path(path)
+    check_name(path, option)
     if not path.parent.is_dir():
         raise UsageError(f"{option} {path}: the directory {path.parent} does not exist; create it first")
     if path.is_dir():
         raise UsageError(f"{option} {path}: is a directory; name a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UsageError(f"{option} {path}: cannot be written; name another place")
+
+
+def check_name(path: Path, option: str) -> None:
+    """Refuse a name that no file system takes.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > NAME_BYTES:
+        shown = f"{str(path)[:40]}..."
+        raise UsageError(f"{option} {shown}: a name of {longest} bytes; the longest that a disk takes is {NAME_BYTES}")
 
 
 def check_space(directory: Path, needed: int) -> None:
@@ -186,8 +201,8 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     Raises:
         JobError: the disk is full.
     """
-    payload = data.encode("utf-8") if isinstance(data, str) else data
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.partial-", dir=path.parent)
+    payload = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    handle, name = tempfile.mkstemp(prefix=neighbour(path, STAGING).name, dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -218,7 +233,7 @@ def write_result(path: Path, data: str | bytes) -> None:
         write_atomic(target, data)
         return
     with disk_errors_at(path):
-        path.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+        path.write_bytes(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
 
 
 @contextlib.contextmanager

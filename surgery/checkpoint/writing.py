@@ -94,4 +94,5 @@ def write_checkpoint(
 def write_json(path: Path, value: Any) -> None:
     """Strict JSON: a number that JSON does not have is a ValueError."""
     text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    # of a name with bytes that are no text, this makes JSON's own escape
+    path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")

@@ -57,8 +57,10 @@ def _reflow(group: typer.Typer) -> None:
 
 def main() -> None:
     """Entry point: prints a user's errors in a few lines, with a traceback only under ``--debug``."""
+    from surgery.cli.terminal import make_tolerant
     from surgery.errors import UserError
 
+    make_tolerant()
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -76,6 +78,13 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
+        if _is_out_of_memory(error):
+            print(
+                "error: there is not enough memory for this\n  use a smaller model, context or batch, "
+                "or a machine with more",
+                file=sys.stderr,
+            )
+            sys.exit(1)
         from surgery.checkpoint.staging import is_full
 
         if is_full(error):
@@ -86,3 +95,9 @@ def main() -> None:
         else:
             print(f"error: {type(error).__name__}: {error}\nrun again with --debug for the traceback", file=sys.stderr)
         sys.exit(1)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, Python's, the CPU's or a GPU's: torch says the second in the text of a RuntimeError."""
+    words = ("can't allocate memory", "CUDA out of memory", "Cannot allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)

@@ -95,7 +95,7 @@ def apply(
         return
     print_drift(report)
     shared = "" if report.weights == "copy" else f" (the base's weights shared by {report.weights})"
-    out.print(f"Written: {report.output}{shared}")
+    out.print(f"Written: {report.output}{shared}", highlight=False, soft_wrap=True)
 
 
 class _Progress:
@@ -106,7 +106,7 @@ class _Progress:
 
         from surgery.cli.common import err
 
-        text = TextColumn("{task.description}")
+        text = TextColumn("{task.description}", markup=False)
         columns = (SpinnerColumn(), text, BarColumn(), DownloadColumn(), TimeElapsedColumn())
         self.progress = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
         self.task = self.progress.add_task("reading the recipe", total=None)
@@ -142,17 +142,17 @@ class _Progress:
 def print_plan(plan: Plan, drift: str, device: str) -> None:
     """What will be done, tensor by tensor for the swapped layers."""
     import torch
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from surgery.checkpoint.fitting import placement
-    from surgery.cli.common import out
+    from surgery.cli.common import bold, out
     from surgery.recipe import format_bytes
 
     recipe = plan.recipe
-    out.print(f"[bold]{escape(recipe.model)}[/bold] ({plan.adapter.name}, {len(plan.base.tensors)} tensors)")
+    out.print(bold(recipe.model) + f" ({plan.adapter.name}, {len(plan.base.tensors)} tensors)", soft_wrap=True)
     layers = ", ".join(map(str, plan.layers))
-    out.print(f"layers {layers} take the rule [bold]{recipe.memory.rule}[/bold] at dose {plan.dose:g}")
+    out.print(Text(f"layers {layers} take the rule ") + bold(recipe.memory.rule) + f" at dose {plan.dose:g}")
     if plan.horizons is not None:
         figures = plan.horizons[recipe.layers.by]
         shown = ", ".join(f"{layer}: {figures[layer]:.0f}" for layer in plan.layers)
@@ -162,11 +162,11 @@ def print_plan(plan: Plan, drift: str, device: str) -> None:
         table.add_column(title, justify="right" if title == "bytes" else "left", no_wrap=title == "tensor")
     for layer in plan.layers:
         prefix = plan.adapter.tensor_prefix(plan.base.config, layer)
-        table.add_row(f"[bold]{prefix}[/bold]")
+        table.add_row(bold(prefix))
         for tensor in (*plan.kept, *plan.added):
             if tensor.name.startswith(prefix):
                 name = tensor.name.removeprefix(prefix)
-                mark = "[green]added[/green]" if name.startswith("memory.") else "kept"
+                mark = Text("added", style="green") if name.startswith("memory.") else "kept"
                 shape = " x ".join(map(str, tensor.shape)) or "scalar"
                 table.add_row(f"  {name}", mark, shape, tensor.dtype, f"{tensor.nbytes:,}")
     out.print(table)
@@ -177,12 +177,11 @@ def print_plan(plan: Plan, drift: str, device: str) -> None:
         f"adds {format_bytes(plan.added_bytes)}, writes {format_bytes(plan.bytes_written)}, "
         f"peak memory about {format_bytes(plan.peak_memory(drift, streamed))}"
     )
-    out.print("starts as its base" if plan.exact else f"[yellow]approximate[/yellow]: {escape(plan.reason)}")
+    out.print("starts as its base" if plan.exact else Text("approximate", style="yellow") + f": {plan.reason}")
 
 
 def print_drift(report: ApplyReport) -> None:
     """The measured drift as a table."""
-    from rich.markup import escape
     from rich.table import Table
 
     from surgery.cli.common import out
@@ -191,7 +190,7 @@ def print_drift(report: ApplyReport) -> None:
     if drift is None:
         out.print("drift: not measured")
         return
-    out.print(escape(f"drift on {drift['tokens']} tokens of {drift['text']}, float32:"), soft_wrap=True)
+    out.print(f"drift on {drift['tokens']} tokens of {drift['text']}, float32:", soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     if drift["kind"] == "layerwise":
         table.add_column("layer", justify="right")
@@ -216,7 +215,7 @@ def print_drift(report: ApplyReport) -> None:
         nats = {"base": drift["base_loss"], "swapped": drift["loss"]}
         note = overflow_note(perplexities, nats, report.plan.base.directory)
         if note is not None:
-            out.print(escape(note), highlight=False, soft_wrap=True)
+            out.print(note, highlight=False, soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:

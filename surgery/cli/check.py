@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from surgery.cli.common import DeviceOption, JsonOption, err, out, pick_device, write_json
 
@@ -74,7 +75,7 @@ def check(
         )
         if strict:
             raise JobError(message)
-        err.print(f"[red]warning:[/red] {message}", highlight=False)
+        err.print(Text("warning:", style="red") + f" {message}", highlight=False)
 
 
 def _show(versions: dict[str, str | None], device: str, rules: list) -> None:
@@ -86,9 +87,9 @@ def _show(versions: dict[str, str | None], device: str, rules: list) -> None:
     for title in ("rule", "sequences", "one token", "output error", "gradient error", "tolerance"):
         table.add_column(title, justify="right" if "error" in title else "left", no_wrap=True)
     for rule in rules:
-        verdict = "[green]within[/green]" if rule.passed else "[red]over[/red]"
+        verdict = Text("within", style="green") if rule.passed else Text("over", style="red")
         errors = f"{rule.output_error:.1e}", f"{rule.gradient_error:.1e}"
-        table.add_row(rule.rule, rule.form, rule.decode_form, *errors, f"{verdict} {rule.tolerance:.0e}")
+        table.add_row(rule.rule, rule.form, rule.decode_form, *errors, verdict + f" {rule.tolerance:.0e}")
     out.print(table)
 
 

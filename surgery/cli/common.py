@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
+from surgery.cli.terminal import console
 from surgery.errors import UsageError
 from surgery.results import json_text
 
-out = Console()  # results
-err = Console(stderr=True)  # progress and remarks
+out = console()  # results
+err = console(stderr=True)  # progress and remarks
+
+
+def bold(text: object) -> Text:
+    """``text`` as it is, in bold."""
+    return Text(str(text), style="bold")
 
 
 def _check_json(value: str | None) -> str | None:

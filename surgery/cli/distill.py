@@ -68,6 +68,7 @@ def distill(
     import os
 
     from surgery.checkpoint.remote_code import recipe_says
+    from surgery.checkpoint.staging import check_name
     from surgery.cli.common import err, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.recipe import load_recipe
@@ -75,6 +76,7 @@ def distill(
     loaded = load_recipe(recipe, settings or ())
     recipe_says(loaded.trust_remote_code)
     folder = run or Path("runs") / loaded.name
+    check_name(folder, "--run")
     where = pick_device(device)
 
     from accelerate import PartialState
@@ -131,11 +133,11 @@ class ProgressBar:
         from surgery.cli.common import err
 
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
+            TextColumn("loss {task.fields[loss]}", markup=False),
+            TextColumn("{task.fields[speed]} tokens/s", markup=False),
             TimeRemainingColumn(),
             console=err,
         )
@@ -155,9 +157,7 @@ class ProgressBar:
 
 def print_result(result: dict[str, Any]) -> None:
     """What the phases did, and the model before and after, as tables."""
-    import json
 
-    from rich.markup import escape
     from rich.table import Table
 
     from surgery.cli.common import out
@@ -172,14 +172,15 @@ def print_result(result: dict[str, Any]) -> None:
             figures = phase["figures"]
             losses = (f"{figures[key]:.4f}" if key in figures else "" for key in ("first_loss", "last_loss"))
             dose = f"{figures['dose']:g}" if "dose" in figures else ""
-            name, kind = escape(phase["name"]), phase["kind"]
+            name, kind = phase["name"], phase["kind"]
             table.add_row(name, kind, str(phase["steps"]), format_count(phase["tokens"]), *losses, dose)
         out.print(table)
     path = result["evaluation"].get("after")
     if path is not None:
+        from surgery.checkpoint.jsonfile import read_json
         from surgery.cli.eval import print_report
 
-        print_report(out, json.loads(Path(path).read_text(encoding="utf-8")))
+        print_report(out, read_json(Path(path)))
     out.print(f"model: {result['model']}", highlight=False, soft_wrap=True)
     out.print(f"next:  surgery export {result['run']} --output DIR", highlight=False, soft_wrap=True)
 

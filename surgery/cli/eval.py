@@ -57,12 +57,12 @@ def evaluate(
     """
     from surgery.cli.common import check_revision, err, named, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
+    from surgery.data.texts import load_text
     from surgery.errors import UsageError
     from surgery.evaluation.finite import overflow_note
     from surgery.evaluation.loading import locate
     from surgery.evaluation.plots import check_plot_path, plot_evaluation
     from surgery.evaluation.report import RecallPlan, evaluate
-    from surgery.evaluation.text import load_text
 
     limit = None if tokens == "all" else count_option("--tokens", tokens)
     window = None if context is None else count_option("--context", context)
@@ -107,10 +107,10 @@ def evaluate(
         print_report(out, report)
     if target.run is not None:
         kept = keep_report(report, target.run, target.path)
-        err.print(f"report: {kept}", style="dim", highlight=False)
+        err.print(f"report: {kept}", style="dim", highlight=False, soft_wrap=True)
     if plot is not None:
         plot_evaluation(report, plot)
-        err.print(f"picture: {plot}", style="dim", highlight=False)
+        err.print(f"picture: {plot}", style="dim", highlight=False, soft_wrap=True)
 
 
 def keep_report(report: dict[str, Any], run: Path, model: Path) -> Path:
@@ -128,20 +128,22 @@ def keep_report(report: dict[str, Any], run: Path, model: Path) -> Path:
 
 def print_report(out: Any, report: dict[str, Any]) -> None:
     """The report as tables."""
-    from rich.markup import escape
     from rich.table import Table
+
+    from surgery.cli.common import bold
 
     entries = [entry for entry in (report["model"], report["baseline"]) if entry is not None]
     difference = report["difference"] or {}
     text = report["text"]
     out.print(
-        f"[bold]{escape(text['name'])}[/bold]: {text['tokens']:,} tokens, {text['bytes']:,} bytes, state carried on",
+        bold(text["name"]) + f": {text['tokens']:,} tokens, {text['bytes']:,} bytes, state carried on",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     for entry in entries:
-        table.add_column(escape(entry["name"]), justify="right", overflow="fold")
+        table.add_column(entry["name"], justify="right", overflow="fold")
     if difference:
         table.add_column("difference", justify="right", no_wrap=True)
     rows = [
@@ -167,9 +169,11 @@ def print_report(out: Any, report: dict[str, Any]) -> None:
     if all(recalls):
         asked = f"{found['lengths'][0]['total']} prompts a length, haystack {found['haystack']}"
         notes.append(f"recall (RULER-style): the right value first of {found['candidates']}; {asked}")
+    begin = text.get("begin_token")
+    notes.append(f"every text and prompt begins with {begin}" if begin else "no token is put before a text or a prompt")
     notes += [f"{entry['name']}: commit {entry['revision']}" for entry in entries if entry.get("revision")]
     for note in notes:
-        out.print(escape(note), style="dim", highlight=False)
+        out.print(note, style="dim", highlight=False)
     if difference and not difference["paired"]:
         out.print("the two read different tokens: only bits per byte compare", style="dim")
 

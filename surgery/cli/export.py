@@ -45,8 +45,8 @@ def export(
       surgery export runs/mine --output my-model --dtype bfloat16 --shard-size 2GB --control runs/control
       surgery export swapped --output my-model --evaluate
     """
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from surgery.cli.common import err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
@@ -75,11 +75,11 @@ def export(
             measure=measure,
             control=control,
             device=where,
-            stage=lambda text: err.print(text, style="dim", highlight=False),
+            stage=lambda text: err.print(text, style="dim", highlight=False, soft_wrap=True),
             progress=bars,
         )
     for warning in done.warnings:
-        err.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+        err.print(Text("warning:", style="yellow") + f" {warning}", highlight=False, soft_wrap=True)
     if write_json(done.as_dict(), json_target):
         return
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -87,8 +87,8 @@ def export(
     table.add_column(overflow="fold")
     check = done.check
     layers = ", ".join(map(str, sorted(done.source.swap["layers"])))
-    table.add_row("model", escape(str(done.source.located.path)))
-    table.add_row("swapped", f"layers {layers} of {escape(done.source.base)}: {done.source.swap['rule']}")
+    table.add_row("model", str(done.source.located.path))
+    table.add_row("swapped", f"layers {layers} of {done.source.base}: {done.source.swap['rule']}")
     table.add_row("weights", f"{len(done.weights)} file(s), {format_bytes(done.num_bytes)}, {done.dtype}")
     table.add_row("reloaded", f"bit for bit the run's logits in {done.dtype}, {check.tokens} tokens, fresh process")
     if check.cast:
@@ -101,7 +101,7 @@ def export(
         for label, key, digits in (("perplexity", "perplexity", 3), ("bits per byte", "bits_per_byte", 4)):
             start = f"{shown(before[key], digits)} before, " if before else ""
             table.add_row(label, f"{start}{shown(after[key], digits)} after")
-    table.add_row("written", escape(str(done.output)))
+    table.add_row("written", str(done.output))
     out.print(table)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from surgery.inspection.measure import Inspection
 
 MODEL_HELP = "bundled:NAME, a checkpoint directory, a run directory (its latest model), or a hub id."
-TEXT_HELP = "bundled (Python's documentation), a text file or directory, or hub:NAME."
+TEXT_HELP = "bundled (Python's documentation), a file or directory, or hub:NAME; ,column=FIELD names a field."
 DEFAULT_TOP = 4
 DIAGNOSTICS = {"importance_spread": "spread", "covariance_condition": "cond P"}  # short names for the table
 EXPLAINED = {
@@ -85,9 +85,9 @@ def inspect(
     """
     from surgery.cli.common import check_revision, err, named, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
+    from surgery.data.sources import sources
     from surgery.errors import UsageError
     from surgery.evaluation.plots import check_plot_path
-    from surgery.evaluation.text import sources
     from surgery.hosts import ADAPTERS
     from surgery.inspection.draft import DEFAULT_MEMORY, MEMORIES, check_recipe_path, draft_recipe, write_recipe
     from surgery.inspection.horizon import check_metric
@@ -145,11 +145,11 @@ def inspect(
         how = "estimated from A_log and dt_bias" if found.static else f"on {found.tokens:,} tokens of {found.text}"
         title = f"{model}: forgetting horizon N_t {how}"
         plot_horizons(found.figures, metric, result["chosen"], title, plot, found.probe)
-        err.print(f"picture: {plot}", style="dim", highlight=False)
+        err.print(f"picture: {plot}", style="dim", highlight=False, soft_wrap=True)
     if recipe is not None:
         rule = memory or DEFAULT_MEMORY[next(host.style for host in ADAPTERS if host.name == found.host)]
         write_recipe(Path(recipe), draft_recipe(found, metric, top, rule, text or "bundled"))
-        err.print(f"recipe: {recipe}; next: surgery validate {recipe}", style="dim", highlight=False)
+        err.print(f"recipe: {recipe}; next: surgery validate {recipe}", style="dim", highlight=False, soft_wrap=True)
 
 
 def count_option(option: str, value: str) -> int:
@@ -171,17 +171,18 @@ def count_option(option: str, value: str) -> int:
 
 
 def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> None:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
+    from surgery.cli.common import bold
     from surgery.inspection.horizon import ranked
 
     how = (
-        "[yellow]static estimate[/yellow] from A_log and dt_bias, without data"
+        Text("static estimate", style="yellow") + " from A_log and dt_bias, without data"
         if found.static
-        else f"measured on {found.tokens:,} tokens of {escape(found.text)}"
+        else Text(f"measured on {found.tokens:,} tokens of {found.text}")
     )
-    out.print(f"[bold]{escape(found.model)}[/bold] ({found.host}): N_t in tokens, {how}", highlight=False)
+    out.print(bold(found.model) + f" ({found.host}): N_t in tokens, " + how, highlight=False, soft_wrap=True)
     chosen = set(result["chosen"])
     extra = sorted({name for figure in found.figures for name in figure.diagnostics or {}})
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -194,7 +195,7 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
     titles += ["KL", "slope"] if probed else []
     for title in titles:
         marked = title == metric
-        table.add_column(f"[underline]{title}[/underline]" if marked else title, justify="right", no_wrap=True)
+        table.add_column(Text(title, style="underline") if marked else title, justify="right", no_wrap=True)
     for figure in ranked(found.figures, metric):
         values = (figure.mean, figure.log_mean, figure.median, figure.p10, figure.p90)
         heads = [f"{min(figure.heads):,.0f}-{max(figure.heads):,.0f}"] * (not probed)

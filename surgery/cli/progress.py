@@ -15,7 +15,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], Any]]:
 
     from surgery.cli.common import err
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # elsewhere than on a terminal they would leave an empty line before what comes next, an error above all
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
         tasks: dict[str, Any] = {}

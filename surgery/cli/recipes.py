@@ -41,7 +41,10 @@ def show(name: str = typer.Argument(..., help="A shipped recipe's name, or a pat
     """
     from surgery.recipe import load_recipe
 
-    sys.stdout.write(load_recipe(name).text)
+    text = load_recipe(name).text
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # a recipe's own, whatever the terminal's
+    sys.stdout.write(text)
 
 
 def register(app: typer.Typer) -> None:

@@ -31,7 +31,7 @@ def collision(
     result = reproduce.collision(reproduce.Settings(overlap, boost, flood, dim, noise))
     if plot is not None:
         reproduce.plot(result, plot)
-        err.print(f"wrote {plot}", highlight=False)
+        err.print(f"wrote {plot}", highlight=False, soft_wrap=True)
     if write_json(result.as_dict(), json):
         return
     from rich.table import Table
@@ -58,7 +58,7 @@ def collision(
         )
     else:
         notes.append("The paper prints no figures for these settings.")
-    out.print("\n".join(f"[dim]{note}[/dim]" for note in notes), highlight=False)
+    out.print("\n".join(notes), style="dim", highlight=False)
 
 
 def register(app: typer.Typer) -> None:

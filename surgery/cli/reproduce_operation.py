@@ -191,7 +191,7 @@ def print_result(result: dict[str, Any]) -> None:
     if len(tried) > 1 and (ends := best & {min(tried), max(tried)}):
         ends = " and ".join(f"{rate:g}" for rate in sorted(ends))
         notes.append(f"The control's best rate lies at an end of those tried ({ends}): try further --control-rates.")
-    out.print("\n".join(f"[dim]{note}[/dim]" for note in notes), highlight=False)
+    out.print("\n".join(notes), style="dim", highlight=False)
 
 
 def _cells(paired: dict[str, Any], group: str) -> tuple[str, ...]:

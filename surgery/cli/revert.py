@@ -34,7 +34,7 @@ def revert(
       surgery revert swapped --output fewer --layers 3,7
       surgery revert runs/mine --output trained-host --json -
     """
-    from rich.markup import escape
+    from rich.text import Text
 
     from surgery.cli.common import check_revision, err, out, write_json
     from surgery.errors import UsageError
@@ -45,9 +45,9 @@ def revert(
     check_revision("--revision", revision, model)
     done = operate(model, output, None if layers is None else _numbers(layers), revision=revision)
     if done.identical is not True:
-        err.print(f"[yellow]note:[/yellow] {escape(done.sentence())}", highlight=False, soft_wrap=True)
+        err.print(Text("note:", style="yellow") + f" {done.sentence()}", highlight=False, soft_wrap=True)
     if done.own_head:
-        err.print(f"[yellow]note:[/yellow] {escape(done.own_head)}", highlight=False, soft_wrap=True)
+        err.print(Text("note:", style="yellow") + f" {done.own_head}", highlight=False, soft_wrap=True)
     if write_json(done.as_dict(), json_target):
         return
     back = ", ".join(map(str, done.layers))
@@ -55,7 +55,7 @@ def revert(
     if done.remaining:
         out.print(f"still swapped: layers {', '.join(map(str, done.remaining))}", highlight=False)
     if done.identical:
-        out.print(escape(done.sentence()), highlight=False, soft_wrap=True)
+        out.print(done.sentence(), highlight=False, soft_wrap=True)
     out.print(f"Written: {done.output}", highlight=False, soft_wrap=True)
 
 

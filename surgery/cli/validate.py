@@ -31,17 +31,19 @@ def validate(
       surgery validate mine.yaml --set phases.0.tokens=1M
       surgery validate mine.yaml --json -
     """
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     from surgery.checkpoint.remote_code import recipe_says
     from surgery.cli.common import out, write_json
+    from surgery.cli.progress import progress_bars
     from surgery.recipe import load_recipe
     from surgery.validation import validate_recipe
 
     loaded = load_recipe(recipe, settings or ())
     recipe_says(loaded.trust_remote_code)
-    checked = validate_recipe(loaded)
+    with progress_bars() as bars:
+        checked = validate_recipe(loaded, bars)
     if write_json(checked, json_target):
         return
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -49,15 +51,15 @@ def validate(
     table.add_column()
     table.add_column(overflow="fold")
     for check in checked["checks"]:
-        mark = "[green]ok[/green]" if check["checked"] else "[yellow]not checked[/yellow]"
-        table.add_row(check["what"], mark, escape(check["detail"]))
+        mark = Text("ok", style="green") if check["checked"] else Text("not checked", style="yellow")
+        table.add_row(check["what"], mark, check["detail"])
     out.print(table)
     if checked["phases"]:
         phases = Table(box=None, pad_edge=False, header_style="bold")
         for title in ("phase", "kind", "tokens", "steps", "context", "learning rate", "dose"):
             phases.add_column(title, justify="left" if title in ("phase", "kind") else "right")
         for phase in checked["phases"]:
-            phases.add_row(*(escape(str(phase[key])) for key in phase))
+            phases.add_row(*map(str, phase.values()))
         out.print(phases)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.jsonfile import read_object
 from surgery.checkpoint.layout import CONFIG, RUN_FILE, no_model
-from surgery.errors import UsageError
+from surgery.checkpoint.reading import check_companions
+from surgery.errors import UsageError, plain_reason
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             # transformers makes an empty one of a model type's class where there are no files
             raise ValueError("no tokenizer files")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(": ")
+        check_files(path)
+        reason = plain_reason(error)
         place = origin(path).get("from", path)  # not the cache of what was converted
         remedy = _where_to_get(path, place)
         if _comes_as_code(path) and not trusted():
@@ -123,6 +125,18 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Any:
             "  use the tokenizer that belongs to the model"
         )
     return tokenizer
+
+
+def check_files(path: Path) -> None:
+    """Name the JSON file of a tokenizer that is damaged, if one is.
+
+    Raises:
+        UsageError: naming the file and what is wrong with it.
+    """
+    check_companions(path)
+    for name in ("tokenizer.json", "vocab.json"):
+        if (path / name).is_file():
+            read_object(path / name)
 
 
 def reads_alike(tokenizer: Any, other: Path) -> bool:
@@ -141,8 +155,8 @@ def _where_to_get(path: Path, place: Path | str) -> str:
     from surgery.hosts.resolve import NEOX, NEOX_FILES, takes_neox
 
     try:
-        known = takes_neox(json.loads((path / CONFIG).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        known = takes_neox(read_object(path / CONFIG))
+    except UsageError:
         known = False
     if known:
         return f"its authors use {NEOX}'s: hf download {NEOX} {' '.join(NEOX_FILES)} --local-dir {place}"
@@ -152,9 +166,9 @@ def _where_to_get(path: Path, place: Path | str) -> str:
 def _comes_as_code(path: Path) -> bool:
     """Whether a checkpoint names code of its own for its tokenizer."""
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = read_object(path / "tokenizer_config.json")
         return bool(settings["auto_map"]["AutoTokenizer"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UsageError, KeyError, TypeError):
         return False
 
 

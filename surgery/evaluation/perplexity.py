@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from surgery.data.tokens import Tokens, encode, require_context
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.intervals import Interval, consecutive_blocks, mean_interval
-from surgery.evaluation.tokens import Tokens, encode, require_context
 from surgery.memory.modules import device_of, in_dtype_of
 
 HEAD_TOKENS = 512  # tokens whose logits exist at once

@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from surgery.data.tokens import Spans, begin_text, begin_tokens, spans_of
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.boundaries import boundaries
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.intervals import wilson
-from surgery.evaluation.tokens import tokenise
 from surgery.evaluation.words import ADJECTIVES, NOUNS
 
 KINDS = ("numbers", "words", "uuids")
@@ -31,6 +33,8 @@ LENGTHS = (256, 512, 1024)
 TOLERANCE = 0.1  # of the text: how far from its depth a needle may stand for the sake of a sentence's end
 BATCH_BYTES = 2**28  # logits of one forward pass stay under this
 BATCH_TOKENS = 2**15  # tokens of one forward pass
+ATTEMPTS = 50  # to find a prompt of exactly so many tokens
+WHITE = ("\n", " ", "\n\n", " \n", "\n \n")
 
 
 def draw_words(rng: random.Random) -> str:
@@ -91,15 +95,15 @@ class Haystack:
     """
 
     def __init__(self, text: str, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.tokens, spans = tokenise(tokenizer, text)
+        self.text, self.tokenizer = text, tokenizer
+        self.begin = begin_tokens(tokenizer)
+        ids, spans = spans_of(tokenizer, text)
+        self.tokens = ids.tolist()
         self.places = boundaries(text, spans)
-        pieces = {token: tokenizer.decode([token]) for token in set(self.tokens)}
-        starts_space = {token for token, piece in pieces.items() if piece[:1].isspace()}
-        ends_space = {token for token, piece in pieces.items() if piece[-1:].isspace()}
-        self.after_space = ends_space | set(self.encode("\n"))
-        # where the token that follows a needle brings its own space
-        self._spaced = {index for index in self.places.spaces if self.tokens[index] in starts_space}
+        # the character at which the text may be cut so that so many tokens stand before the cut
+        self.cuts = [0, *np.maximum.accumulate(spans[:, 1]).tolist()]
+        # where what follows a needle brings its own space
+        self._spaced = {index for index in self.places.spaces if text[(cut := self.cuts[index]) : cut + 1].isspace()}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -115,7 +119,8 @@ class Haystack:
         tolerance: float = TOLERANCE,
     ) -> Prompt:
         """A prompt of exactly ``length`` tokens, its value included, with the needle asked for at ``depth`` (0 to 1)
-        of the text and ``needles - 1`` more, for other keys, anywhere in it.
+        of the text and ``needles - 1`` more, for other keys, anywhere in it. Its tokens are those that the tokenizer
+        makes of the whole prompt.
 
         The needle stands at the end of a sentence or a line within ``tolerance`` of its depth, else at white space,
         else between two characters.
@@ -129,21 +134,19 @@ class Haystack:
             if key not in keys:
                 keys.append(key)
         value = draw_value(rng, kind)
-        values = self.candidates(rng, kind, value, candidates)
+        head, tail = introduction(kind), question(kind, keys[0])
+        values = self.candidates(rng, kind, value, candidates, tail)
         others = [draw_value(rng, kind) for _ in keys[1:]]
-        head = self.encode(introduction(kind))
-        if self.tokenizer.bos_token_id is not None:
-            head = [self.tokenizer.bos_token_id, *head]
-        tail = self.encode(question(kind, keys[0]))
 
         # Every needle is set off the way its place asks for; the longest form is reserved and the text fills up.
         sentences = [statement(kind, key, item) for key, item in zip(keys, [value, *others], strict=True)]
         forms = [
-            {lead: self.encode(lead + sentence + ("" if lead == " " else "\n")) for lead in ("", " ", "\n")}
+            {lead: lead + sentence + ("" if lead == " " else "\n") for lead in ("", " ", "\n")}
             for sentence in sentences
         ]
-        reserved = sum(max(map(len, form.values())) for form in forms)
-        room = length - len(head) - len(tail) - len(values[0]) - reserved
+        reserved = sum(max(len(self.encode(text)) for text in form.values()) for form in forms)
+        whole = length - len(values[0])
+        room = whole - len(self.begin) - len(self.encode(head)) - len(self.encode(tail)) - reserved
         if room < 8:
             raise UsageError(
                 f"needle recall at {length} tokens: the needles and the question alone take {length - room}; "
@@ -154,36 +157,65 @@ class Haystack:
                 f"needle recall at {length} tokens: the text holds only {len(self.tokens)}; give a longer text "
                 "or smaller lengths"
             )
-        starts = self.places.best
-        start = rng.choice([0, *starts[: bisect.bisect_right(starts, len(self.tokens) - length)]])
-        depths = [depth] + [rng.random() for _ in others]
-        places = [self._nearest(start, room, goal, tolerance) for goal in depths]
-        body: list[int] = []
-        at, position, set_off = start, 0, 0
-        for place, index in sorted((place, index) for index, place in enumerate(places)):
-            body += self.tokens[at:place]
-            at = place
-            after_space = not body or body[-1] in self.after_space
-            if index == 0:
-                position = len(head) + len(body)
-            form = forms[index]["" if after_space else " " if place in self._spaced else "\n"]
-            body += form
-            set_off += len(form)
-        # the tokens that shorter forms left over go to the text
-        remaining = length - len(head) - len(tail) - len(values[0]) - len(body)
-        body += self.tokens[at : at + remaining]
-        tokens = head + body + tail
-        assert len(tokens) + len(values[0]) == length
-        return Prompt(length, depth, (places[0] - start) / (len(body) - set_off), position, tokens, values)
+        starts = [0, *self.places.best[: bisect.bisect_right(self.places.best, len(self.tokens) - length)]]
+        for _ in range(ATTEMPTS):
+            start = rng.choice(starts)
+            depths = [depth] + [rng.random() for _ in others]
+            places = [self._nearest(start, room, goal, tolerance) for goal in depths]
+            body, at, asked, set_off = "", start, 0, 0
+            for place, index in sorted((place, index) for index, place in enumerate(places)):
+                body += self.text[self.cuts[at] : self.cuts[place]]
+                at = place
+                if index == 0:
+                    asked = len(head) + len(body)
+                after_space = not body or body[-1].isspace()
+                form = forms[index]["" if after_space else " " if place in self._spaced else "\n"]
+                body += form
+                set_off += len(self.encode(form))
+            filled = self._filled(head + body, tail, at, whole)
+            if filled is not None:
+                before = int(np.searchsorted(np.maximum.accumulate(filled.spans[:, 1]), asked, side="right"))
+                around = len(self.encode(head)), len(self.encode(tail)) + set_off
+                reached = max(0, before - around[0]) / (len(filled.ids) - sum(around))
+                tokens = [*self.begin, *filled.ids.tolist()]
+                return Prompt(length, depth, min(1.0, reached), len(self.begin) + before, tokens, values)
+        raise UsageError(f"needle recall: found no prompt of exactly {length} tokens in this text; try another")
 
-    def candidates(self, rng: random.Random, kind: str, value: str, count: int) -> list[list[int]]:
-        """Token lists of ``count`` different values of one length; the first is ``value``'s."""
-        values = [self.encode(" " + value)]
+    def _filled(self, front: str, tail: str, at: int, goal: int) -> Spans | None:
+        """Tokens of a prompt, exactly ``goal`` with those that begin a text, between whose ``front`` and ``tail`` the
+        text from token ``at`` on fills up what is missing; None where none is found.
+
+        Where the characters are of several tokens each, white space before ``tail`` makes up the difference.
+        """
+        for white in ("", *WHITE):
+            end, tried = at, set()
+            while end not in tried:
+                tried.add(end)
+                # the text's own tokens may join with what they touch, so the count is taken of the whole
+                found = spans_of(self.tokenizer, front + self.text[self.cuts[at] : self.cuts[end]] + white + tail)
+                missing = goal - len(self.begin) - len(found.ids)
+                if missing == 0:
+                    return found
+                end = min(max(at, end + missing), len(self.tokens))
+        return None
+
+    def candidates(self, rng: random.Random, kind: str, value: str, count: int, tail: str) -> list[list[int]]:
+        """Token lists of ``count`` values of one length, as they follow ``tail``; the first is ``value``'s."""
+        asked = self.encode(tail)
+
+        def following(value: str) -> list[int] | None:
+            whole = self.encode(f"{tail} {value}")
+            return whole[len(asked) :] if whole[: len(asked)] == asked else None
+
+        first = following(value)
+        if not first:
+            raise UsageError("needle recall: the tokenizer joins the question and its answer, which cannot be scored")
+        values = [first]
         for _ in range(1000 * count):
             if len(values) == count:
                 return values
-            other = self.encode(" " + draw_value(rng, kind))
-            if len(other) == len(values[0]) and other not in values:
+            other = following(draw_value(rng, kind))
+            if other is not None and len(other) == len(first) and other not in values:
                 values.append(other)
         raise UsageError(f"needle recall: found {len(values)} of {count} {kind} of {len(values[0])} tokens")
 
@@ -309,6 +341,7 @@ def needle_recall(
         "needles": needles,
         "samples": samples,
         "seed": seed,
+        "begin_token": begin_text(tokenizer) or None,
         "lengths": [{"length": length, **summary(chosen)} for length, chosen in by_length.items()],
         "cells": [
             cell(length, depth, inside)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import surgery
+from surgery.data.texts import Text
+from surgery.data.tokens import Tokens, encode, require_context
 from surgery.evaluation.loading import Located, check_loadable, load
 from surgery.evaluation.perplexity import (
     Losses,
@@ -22,8 +24,6 @@ from surgery.evaluation.perplexity import (
     window_losses,
 )
 from surgery.evaluation.recall import DEPTHS, needle_recall
-from surgery.evaluation.text import Text
-from surgery.evaluation.tokens import Tokens, encode, require_context
 
 SCHEMA = 1
 
@@ -145,7 +145,12 @@ def build_report(measured: Measurement, baseline: Measurement | None = None) -> 
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "evaluation",
-        "text": {"name": measured.tokens.name, "tokens": len(measured.tokens), "bytes": measured.tokens.num_bytes()},
+        "text": {
+            "name": measured.tokens.name,
+            "tokens": len(measured.tokens),
+            "bytes": measured.tokens.num_bytes(),
+            "begin_token": measured.tokens.begin or None,
+        },
         "context": measured.context,
         "model": measured.as_dict(),
         "baseline": None,

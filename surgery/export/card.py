@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surgery.operation import RECIPE_FILE, at_commit
+from surgery.places import is_hub_id
 from surgery.recipe.sizes import format_count
 from surgery.results import shown
 
@@ -40,7 +40,7 @@ def model_card(
         control: a report of the control.
     """
     base, swap = source.base, source.swap
-    hub = f"base_model: {base}\n" if "/" in base and not Path(base).expanduser().exists() else ""
+    hub = f"base_model: {base}\n" if is_hub_id(base) else ""
     layers = ", ".join(map(str, sorted(swap["layers"])))
     parts = [
         f"---\n{hub}library_name: transformers\ntags: [model-surgery, {swap['rule']}]\n---",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import Any
 
 import torch
 
+from surgery.checkpoint.jsonfile import read_json
 from surgery.checkpoint.layout import run_around
 from surgery.checkpoint.staging import claimed, staged_directory
 from surgery.checkpoint.ties import own_head
+from surgery.data.texts import load_text
+from surgery.data.tokens import encode
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load_tokenizer, locate
 from surgery.evaluation.report import RecallPlan, evaluate
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import encode
 from surgery.export.card import dose_warning, model_card
 from surgery.export.source import DTYPES, Source, open_source
 from surgery.export.verify import TOKENS, Check, check_export
@@ -146,7 +146,7 @@ def _export(
         if report is None:
             warnings.append("nothing was measured of this model: export with --evaluate, or run surgery eval first")
         card = model_card(source, final.name, dtype, check, report, beside)
-        (staging / CARD_FILE).write_text(card, encoding="utf-8")
+        (staging / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
         num_bytes = sum((staging / name).stat().st_size for name in weights)
     return Export(final, source, dtype, weights, num_bytes, check, report, warnings)
 
@@ -157,10 +157,7 @@ def read_report(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: it is none.
     """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
+    report = read_json(path, f"write it again with: surgery eval MODEL --json {path.name}")
     if not isinstance(report, dict) or report.get("kind") != "evaluation" or report.get("schema") != 1:
         raise UsageError(f"{path}: is no evaluation report; write one with: surgery eval MODEL --json {path.name}")
     return report

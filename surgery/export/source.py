@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgery.checkpoint.checksums import require_whole
-from surgery.checkpoint.reading import Checkpoint, check_tensors, open_checkpoint
+from surgery.checkpoint.reading import Checkpoint, check_tensors, explained, open_checkpoint
 from surgery.checkpoint.values import check_values
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, locate
@@ -86,7 +86,9 @@ def open_source(name: str) -> Source:
             f"{name}: no layer of this model was swapped, so there is nothing to export\n"
             "  give a run of surgery distill, or a directory that surgery apply wrote"
         )
-    check_tensors(checkpoint, adapter.expected_tensors(checkpoint.config), adapter.name)
+    with explained(located.path):
+        expected = adapter.expected_tensors(checkpoint.config)
+    check_tensors(checkpoint, expected, adapter.name)
     check_values(checkpoint, adapter.is_unused)
     doses = {}
     if swap["rule"] != "host":

@@ -119,12 +119,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UsageError: there is none, or it is no JSON object.
     """
+    from surgery.checkpoint.reading import open_checkpoint, shapes_there
+    from surgery.checkpoint.sizes import check_sizes
+
     config = base.read_config(path)
+    check_sizes(config, shapes_there(Path(path)), str(Path(path) / "config.json"))
     adapter = next((adapter for adapter in ADAPTERS if adapter.claims(config)), None)
     if adapter is None or type(adapter).completed is HostAdapter.completed:
         return config
-    from surgery.checkpoint.reading import open_checkpoint
-
     return open_checkpoint(Path(path)).config
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import JobError, UsageError
+from surgery.checkpoint.configuration import checked
+from surgery.checkpoint.jsonfile import read_object
+from surgery.checkpoint.links import check_links
+from surgery.checkpoint.sizes import check_sizes
+from surgery.errors import JobError, UsageError, plain_reason
 from surgery.memory.base import HostStyle, MemoryGeometry
 
 Implementation = Literal["graft", "upstream"]
@@ -90,12 +95,17 @@ class HostAdapter:
         """
         reason = self._foreign(config)
         if reason is None:
+            check_sizes(config, {}, "config.json")
             config_class, _ = self._classes(config.get("model_type") == self.model_types[1])
+            given = {key: value for key, value in config.items() if key != "auto_map"}  # no code of a model's is run
             try:
-                parsed = config_class.from_dict(decode_floats(copy.deepcopy(dict(config))))
+                with _silent():
+                    parsed = config_class.from_dict(decode_floats(copy.deepcopy(given)))
                 reason = self._refusal(parsed)
+            except MemoryError:
+                raise
             except Exception as error:  # validation raises several types, whose texts run over many lines
-                reason = " ".join(str(error).split())[:300]
+                reason = plain_reason(error, 300)
         if reason is not None:
             raise UsageError(f"config.json: {reason}")
         return parsed
@@ -278,18 +288,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UsageError: there is none, or it is no JSON object.
     """
-    import json
-
     file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no config.json there; give a checkpoint directory in Hugging Face format") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: cannot be read as JSON: {str(error).splitlines()[0]}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"{file}: not a JSON object")
-    return config
+    if not file.is_file():
+        raise UsageError(f"{path}: no config.json there; give a checkpoint directory in Hugging Face format")
+    check_links(Path(path))
+    return checked(read_object(file), file)
 
 
 def _load_weights(
@@ -312,7 +315,7 @@ def _load_weights(
                 **placement,
             )
     except Exception as error:  # safetensors', OSError, RuntimeError: all mean that these weights cannot be read
-        raise JobError(f"{path}: the weights cannot be loaded: {' '.join(str(error).split())[:400]}") from error
+        raise JobError(f"{path}: the weights cannot be loaded: {plain_reason(error, 400)}") from error
     wrong = [f"{name} {list(found)}, not {list(due)}" for name, found, due in report.get("mismatched_keys") or ()]
     problems = {"missing tensors": report.get("missing_keys"), "unexpected tensors": report.get("unexpected_keys")}
     for problem, names in {**problems, "wrong shapes": wrong}.items():
@@ -336,16 +339,28 @@ def _check_dtypes(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers without its load report and progress bar; what matters in them is raised instead."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def _silent() -> Iterator[None]:
+    """transformers without a word: what it cannot set it prints, the whole configuration with it, and then raises."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without its load report and progress bar; what matters in them is raised instead."""
+    from transformers.utils import logging as words
+
+    level, bars = words.get_verbosity(), words.is_progress_bar_enabled()
+    words.set_verbosity_error()
+    words.disable_progress_bar()
+    try:
+        yield
+    finally:
+        words.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            words.enable_progress_bar()

@@ -8,16 +8,16 @@ HF_HUB_OFFLINE, or ``offline``, keeps to the cache. No model code of a repositor
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.jsonfile import read_object
 from surgery.checkpoint.layout import CONFIG
 from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
 from surgery.checkpoint.remote_code import trusted
 from surgery.errors import UsageError
+from surgery.places import is_hub_id, near, on_machine
 
 # weights, tokenizers, and what else is copied from a base
 FILES = (
@@ -26,7 +26,6 @@ FILES = (
 )  # fmt: skip
 TWICE = ("consolidated*",)  # Mistral's repositories hold the weights once more, in one file of another layout
 PICKLES = ("pytorch_model*.bin",)
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 # the tokenizer of mamba_ssm's own checkpoints, which hold none: their authors name it where they use them
 NEOX = "EleutherAI/gpt-neox-20b"
@@ -61,17 +60,17 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
             listed = ", ".join(f"bundled:{one}" for one in known) or "none"
             raise UsageError(f"{model}: no such bundled model; there are: {listed}")
         return known[name]
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = on_machine(model)
+    if path is not None and path.is_dir():
         return unpickled(path, model)
-    if path.exists():
+    if path is not None and path.exists():
         if path.suffix in (".yaml", ".yml"):
             raise UsageError(f"{model}: a recipe, not a model; give the directory or hub id that its model: names")
         if (path.parent / CONFIG).is_file():
             raise UsageError(f"{model}: a file of a model; give its directory: {path.parent}")
         raise UsageError(f"{model}: a file; give the checkpoint's directory")
-    if not HUB_ID.fullmatch(model):
-        raise UsageError(f"{model}: no such directory, and no hub id (owner/name) or bundled:NAME either")
+    if not is_hub_id(model):
+        raise UsageError(f"{model}: no such directory, and no hub id (owner/name) or bundled:NAME either{near(model)}")
     files = (*FILES, *(("*.py",) if trusted() else ()))
     found = _download(model, revision, offline, files)
     if not any(found.glob("*.safetensors")):
@@ -90,7 +89,7 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
 
 def on_hub(model: str) -> bool:
     """Whether :func:`resolve` takes the name for a hub id."""
-    return bool(HUB_ID.fullmatch(model)) and not Path(model).expanduser().exists()
+    return is_hub_id(model)
 
 
 def commit(directory: Path) -> str | None:
@@ -148,7 +147,7 @@ def _add_tokenizer(directory: Path, offline: bool | None) -> None:
     """Give a converted checkpoint of mamba_ssm's own its tokenizer, where it can be had."""
     from surgery.checkpoint.files import copy_file
 
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = read_object(directory / CONFIG)
     if (directory / "tokenizer.json").is_file() or not takes_neox(config):
         return
     try:

@@ -134,9 +134,9 @@ def check_recipe_path(path: Path) -> None:
     Raises:
         UsageError: the file exists, or cannot be written there, or its name is not a recipe's.
     """
+    check_file(path, "--recipe")
     if path.exists():
         raise UsageError(f"--recipe {path}: exists already, and is not overwritten; name another file")
-    check_file(path, "--recipe")
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--recipe {path}: the name must end in .yaml")
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from surgery.data.tokens import Tokens, require_context
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.perplexity import Reader, evaluating
-from surgery.evaluation.tokens import Tokens, require_context
 from surgery.memory.base import MemoryGeometry, MemoryInputs
 from surgery.memory.modules import device_of, fetched
 

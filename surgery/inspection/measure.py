@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from surgery.data.texts import Text, load_text
+from surgery.data.tokens import Tokens, encode, require_context
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load, locate
-from surgery.evaluation.text import Text, load_text
-from surgery.evaluation.tokens import encode, require_context
 from surgery.inspection.horizon import LayerHorizon, check_metric, measure_horizons, ranked, static_horizons
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def inspect_model(
         model: ``bundled:NAME``, a checkpoint or run directory, or a hub id.
         data: a data specification; of the bundled text the part that training reads.
         tokens: at most this many tokens.
-        root: where relative paths of ``data`` may stand; see :func:`surgery.evaluation.text.sources`.
+        root: where relative paths of ``data`` may stand; see :func:`surgery.data.texts.sources`.
         offload, say: see :func:`surgery.evaluation.loading.load`. The figures are the same.
         probe: a memory rule to try in each layer alone, on the text's beginning; see
             :func:`surgery.inspection.probe.probe_layers`. The model is then loaded in float32.
@@ -101,7 +101,7 @@ def inspect_model(
     """
     from surgery.hosts import adapter_for, read_config
 
-    text = load_text(data, "train", root, limit=16 * tokens)
+    text = inspected_text(data, tokens, root)
     located = locate(str(model), revision)
     dtype = torch.float32 if probe else None
     network, tokenizer = load(located, device, dtype, offload=offload, window=SEGMENT, say=say)
@@ -118,6 +118,22 @@ def inspect_model(
     return replace(found, probe=result)
 
 
+def inspected_text(data: Any, tokens: int, root: Path | None = None) -> Text:
+    """Load as much of ``data`` as makes ``tokens`` tokens; of the bundled text the part that training reads."""
+    return load_text(data, "train", root, limit=16 * tokens)
+
+
+def inspected_tokens(tokenizer: Any, text: Text, tokens: int) -> Tokens:
+    """The tokens that N_t is measured on.
+
+    Raises:
+        UsageError: a text that is too short to say anything.
+    """
+    encoded = encode(tokenizer, text, tokens)
+    require_context(encoded, min(tokens, LEAST_TOKENS))
+    return encoded
+
+
 def inspect_loaded(
     network: Any, tokenizer: Any, text: Text, tokens: int, located: Located, *, progress: Progress | None = None
 ) -> Inspection:
@@ -125,8 +141,7 @@ def inspect_loaded(
     from surgery.hosts import adapter_for, read_config
 
     adapter = adapter_for(read_config(located.path))
-    encoded = encode(tokenizer, text, tokens)
-    require_context(encoded, min(tokens, LEAST_TOKENS))
+    encoded = inspected_tokens(tokenizer, text, tokens)
     done = 0
 
     def advance(count: int) -> None:
@@ -146,21 +161,23 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
     Raises:
         UsageError: no such model, an unsupported architecture, tensors missing.
     """
-    from surgery.checkpoint.reading import open_checkpoint
+    from surgery.checkpoint.reading import explained, open_checkpoint
     from surgery.checkpoint.values import check_values
     from surgery.hosts import recognise
 
     located = locate(str(model), revision)
     _, adapter = recognise(located.path)
     checkpoint = open_checkpoint(located.path)
-    layers = adapter.mixer_layers(checkpoint.config)
-    prefixes = [adapter.tensor_prefix(checkpoint.config, layer) for layer in layers]
+    with explained(located.path):
+        layers = adapter.mixer_layers(checkpoint.config)
+        prefixes = [adapter.tensor_prefix(checkpoint.config, layer) for layer in layers]
     names = [prefix + leaf for prefix in prefixes for leaf in ("A_log", "dt_bias")]
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
         raise UsageError(f"{located.path}: tensor {missing[0]} is missing\n  config.json does not fit the weights")
     check_values(checkpoint, adapter.is_unused)
-    log_decay = adapter.static_log_decay({name: checkpoint.read(name) for name in names}, checkpoint.config)
+    with explained(located.path):
+        log_decay = adapter.static_log_decay({name: checkpoint.read(name) for name in names}, checkpoint.config)
     for layer, prefix in zip(layers, prefixes, strict=True):
         if torch.isnan(log_decay[layer]).any():
             raise UsageError(

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from surgery.data.tokens import Tokens, require_context
 from surgery.drift import CONTEXT, TOKENS, compare
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import evaluating
-from surgery.evaluation.tokens import Tokens, require_context
 from surgery.memory import draw_memory
 from surgery.memory.modules import device_of
 

@@ -64,7 +64,7 @@ def draw_memory(
         UsageError: as :func:`create`.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed * 1_000_003 + layer)
+        torch.manual_seed((seed * 1_000_003 + layer) % 2**64)  # the range of torch's generator
         memory = create(rule, geometry, **options)
         memory.reset_parameters(start)
     return memory

@@ -52,7 +52,7 @@ def run_training(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoTokenizer
 
-    from surgery.evaluation.text import load_text
+    from surgery.data.texts import load_text
     from surgery.pretraining.bases import base_config
     from surgery.pretraining.evaluate import evaluate
     from surgery.pretraining.export import export_base, round_to_stored

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from surgery.data.texts import load_text
+from surgery.data.tokens import Tokens, encode
 from surgery.errors import UserError
 from surgery.evaluation.perplexity import stream_losses
 from surgery.evaluation.recall import KINDS, needle_recall
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import Tokens, encode
 from surgery.graft import Graft
 from surgery.inspection.horizon import measure_horizons
 from surgery.pretraining.bases import CONTEXT

@@ -21,11 +21,34 @@ from surgery.errors import UsageError
 KeyPath = tuple[str | int, ...]
 
 MAX_BYTES = 1_000_000
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser is many times faster
 MAX_DEPTH = 12
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,25}")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]{1,20}\.?[0-9]{0,30}|\.[0-9]{1,30})(?:[eE][-+]?[0-9]{1,5})?")
 _SPECIAL = {".nan": float("nan"), ".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf")}
+
+
+class WrittenInt(int):
+    """A whole number that keeps how the file writes it, for a key that takes text: ``0123``."""
+
+    written: str
+
+    def __repr__(self) -> str:
+        return self.written
+
+    __str__ = __repr__
+
+
+class WrittenFloat(float):
+    """A number that keeps how the file writes it, for a key that takes text: ``3e48291``."""
+
+    written: str
+
+    def __repr__(self) -> str:
+        return self.written
+
+    __str__ = __repr__
 
 
 def show(path: KeyPath) -> str:
@@ -66,6 +89,10 @@ class Document:
             if prefix in self.lines:
                 return f"{self.name}:{self.lines[prefix]}"
         return self.name
+
+    def line(self, path: KeyPath) -> int:
+        """The line of the nearest place that the file has for ``path``; 0 where there is none."""
+        return next((self.lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.lines), 0)
 
     def error(self, path: KeyPath, problem: str, remedy: str) -> UsageError:
         return failure(self.where(path), path, problem, remedy)
@@ -115,7 +142,7 @@ class _Reader:
 
     def read(self, text: str) -> Any:
         try:
-            events = iter(yaml.parse(text, Loader=yaml.SafeLoader))
+            events = iter(yaml.parse(text, Loader=LOADER))
             next(events)  # the stream's start
             event = next(events)
             if isinstance(event, yaml.StreamEndEvent):
@@ -127,19 +154,25 @@ class _Reader:
                 self._refuse(event, (), "a second YAML document starts here", "keep one a file: remove the '---'")
             return value
         except yaml.reader.ReaderError as error:
-            line = text[: error.position].count("\n") + 1
-            raise failure(
-                f"{self.name}:{line}", (), f"the character {error.character!r} is not allowed in YAML", "remove it"
-            ) from None
+            found = yaml.reader.Reader.NON_PRINTABLE.search(text)  # libyaml counts bytes, and gives a number
+            line = text[: found.start() if found else 0].count("\n") + 1
+            character = repr(found[0]) if found else str(error.character)
+            problem = f"the character {character} is not allowed in YAML"
+            raise failure(f"{self.name}:{line}", (), problem, "remove it") from None
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             where = f"{self.name}:{mark.line + 1}" if mark else self.name
+            if "nesting depth" in str(error.problem):  # libyaml's own limit, met while it reads ahead
+                self._refuse_depth(where, next(reversed(self.lines), ()))
             reason = ", ".join(part for part in (error.context, error.problem) if part)
             remedy = "check indentation (spaces, not tabs), quotes and brackets on this line and the one before"
             raise failure(where, (), f"not valid YAML: {reason}", remedy) from None
 
     def _refuse(self, event: yaml.Event, path: KeyPath, problem: str, remedy: str) -> None:
         raise failure(f"{self.name}:{event.start_mark.line + 1}", path, problem, remedy)
+
+    def _refuse_depth(self, where: str, path: KeyPath) -> None:
+        raise failure(where, path[:1], f"nested deeper than {MAX_DEPTH} levels", "no recipe key is that deep") from None
 
     def _value(self, event: yaml.Event, events: Iterator[yaml.Event], path: KeyPath) -> Any:
         self.lines.setdefault(path, event.start_mark.line + 1)
@@ -149,7 +182,7 @@ class _Reader:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             self._refuse(event, path, f"the tag {tag!r} is not read", "write a plain value without '!'")
         if len(path) > MAX_DEPTH:
-            self._refuse(event, path[:1], f"nested deeper than {MAX_DEPTH} levels", "no recipe key is that deep")
+            self._refuse_depth(f"{self.name}:{event.start_mark.line + 1}", path)
         if isinstance(event, yaml.ScalarEvent):
             return _scalar(event.value) if event.implicit[0] else event.value
         if isinstance(event, yaml.SequenceStartEvent):
@@ -176,19 +209,23 @@ class _Reader:
 
 
 def _scalar(text: str) -> Any:
-    """A plain scalar's value: null, boolean, whole number, number, otherwise the text itself."""
+    """A plain scalar's value: null, boolean, whole number, number, otherwise the text itself. A number keeps its
+    text."""
     lowered = text.lower()
     if lowered in ("", "~", "null"):
         return None
     if lowered in ("true", "false"):
         return lowered == "true"
     if _INT.fullmatch(text):
-        return int(text.replace("_", ""))
-    if lowered in _SPECIAL:
-        return _SPECIAL[lowered]
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    return text
+        number: WrittenInt | WrittenFloat = WrittenInt(text.replace("_", ""))
+    elif lowered in _SPECIAL:
+        number = WrittenFloat(_SPECIAL[lowered])
+    elif _FLOAT.fullmatch(text):
+        number = WrittenFloat(text)
+    else:
+        return text
+    number.written = text
+    return number
 
 
 def override(document: Document, setting: str) -> Document:

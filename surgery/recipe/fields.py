@@ -11,8 +11,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from surgery.recipe.document import WrittenFloat, WrittenInt
 from surgery.recipe.sizes import parse_bytes, parse_count
 
+SEEDS = 2**63  # torch's generators take no more
+LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32, in which everything is trained
 TRAINABLE = ("swapped", "swapped-memory", "all")
 
 
@@ -43,7 +46,15 @@ def _index(value: Any) -> int:
         raise ValueError(f"{value!r} is not a whole number")
     if value < 0:
         raise ValueError(f"{value} is negative")
-    return value
+    return int(value)
+
+
+def _seed(value: Any) -> int:
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9][0-9_]*", value):
+        raise ValueError(f"{value} is out of range")  # longer than any number of a recipe
+    if (number := _index(value)) >= SEEDS:
+        raise ValueError(f"{value} is not below 2^63")
+    return number
 
 
 def _number(value: Any) -> float:
@@ -55,6 +66,10 @@ def _number(value: Any) -> float:
         raise ValueError(f"{value!r} is not a number") from None
     if not math.isfinite(number):
         raise ValueError(f"{value} is not a finite number")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{value} is infinite in float32, whose largest number is {LARGEST:.2g}")
+    if 0 < abs(number) < SMALLEST:
+        raise ValueError(f"{value} is zero in float32, whose smallest number is {SMALLEST:.2g}")
     return number
 
 
@@ -82,13 +97,28 @@ def _fraction(value: Any) -> float:
     return number
 
 
+def as_written(value: Any) -> Any:
+    """``value``, or the text of the file where YAML reads a number and a key takes text.
+
+    Raises:
+        ValueError: true or false, whose text is not kept.
+    """
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is true or false to YAML; write it in quotes to make it text")
+    return value.written if isinstance(value, (WrittenInt, WrittenFloat)) else value
+
+
 def _text(value: Any) -> str:
+    value = as_written(value)
+    if "\0" in str(value):
+        raise ValueError("it holds the character of code 0, which no name has")
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{value!r} is not text")
     return value
 
 
 def _name(value: Any) -> str:
+    value = as_written(value)
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}", value):
         raise ValueError(f"{value!r} cannot name a folder")
     return value
@@ -124,6 +154,7 @@ def _warmup(value: Any) -> int | float:
 
 def _trainable(value: Any) -> str | tuple[str, ...]:
     if isinstance(value, list):
+        value = [as_written(item) for item in value]
         if not value or not all(isinstance(item, str) and item for item in value):
             raise ValueError("the list of name patterns is empty or holds something other than text")
         return tuple(value)
@@ -146,6 +177,7 @@ def one_of(*allowed: str) -> BeforeValidator:
 _SIZE_REMEDY = "write a whole number or a size such as 2k, 300M or 1.5B"
 Count = Annotated[int, checked(_count, _SIZE_REMEDY)]
 Index = Annotated[int, checked(_index, "write a whole number, 0 or more")]
+Seed = Annotated[int, checked(_seed, f"write a whole number from 0 to {SEEDS - 1:,} (2^63 - 1)".replace(",", " "))]
 Bytes = Annotated[int, checked(lambda value: max(parse_bytes(value), 1), "write a size such as 5GB or 500MB")]
 _RATE_REMEDY = "write a positive number such as 1.0e-3, or {memory: 1.0e-3, host: 1.0e-4}"
 Rate = Annotated[float, checked(_positive, _RATE_REMEDY)]

@@ -11,10 +11,11 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from surgery.errors import UsageError
+from surgery.errors import MOST, UsageError, together
+from surgery.places import near, on_machine
 from surgery.recipe.document import Document, KeyPath, failure, override, read_document
 from surgery.recipe.fields import suggestion
-from surgery.recipe.schema import Recipe
+from surgery.recipe.schema import UNION_TAGS, Recipe
 from surgery.recipe.semantics import problems
 
 # what a section looks like, for the remedy when it is something else or absent
@@ -50,9 +51,11 @@ def locate(name_or_path: str | Path) -> Path:
     if text in known:
         return known[text]
     path = Path(text)
-    if text and (path.suffix in (".yaml", ".yml") or len(path.parts) > 1 or path.exists()):
-        return path
-    problem = f"is neither a shipped recipe nor a file{suggestion(text, list(known))}"
+    if text and on_machine(text) is not None:
+        return path.expanduser()
+    if text and (path.suffix in (".yaml", ".yml") or len(path.parts) > 1):
+        raise failure(text, (), f"no such file{near(text)}", "see the shipped ones with: surgery recipes")
+    problem = f"is neither a shipped recipe nor a file{suggestion(text, list(known)) or near(text)}"
     raise failure(text or "''", (), problem, f"shipped: {', '.join(known)}; or give a path to a .yaml file")
 
 
@@ -68,47 +71,38 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
         found = "is empty" if document.value is None else f"holds {_kind(document.value)}, not keys and values"
         remedy = "a recipe needs at least model, layers and memory; see: surgery recipes show demo-bayesian"
         raise failure(document.where(()), (), found, remedy)
+    refused = []
     for setting in overrides:
-        document = override(document, setting)
+        try:
+            document = override(document, setting)
+        except UsageError as error:
+            refused.append(error)
+    if refused:
+        raise together(refused)
     try:
         recipe = Recipe.model_validate(document.value)
     except ValidationError as error:
         raise _explain(error, document) from None
     contradictions = list(problems(recipe))
     if contradictions:
-        raise _report(document, contradictions)
+        contradictions.sort(key=lambda problem: document.line(problem[0]))
+        raise together((document.error(*problem) for problem in contradictions[:MOST]), len(contradictions))
     recipe._document = document
     recipe._name = path.stem
     return recipe
 
 
-def _report(document: Document, found: list[tuple[KeyPath, str, str]]) -> UsageError:
-    """The first problem in full and the number of others."""
-    path, problem, remedy = found[0]
-    error = document.error(path, problem, remedy)
-    if len(found) > 1:
-        return UsageError(f"{error}\n  ({len(found) - 1} more after this one)")
-    return error
-
-
 def _explain(error: ValidationError, document: Document) -> UsageError:
-    found = [_translate(item, document.value) for item in error.errors(include_url=False)]
+    """Every problem with its line, in order; only those that are shown are put into words."""
+    found = error.errors(include_url=False)
     # a misspelt key also makes the right one look missing: show the misspelling first, then by line
-    missing = {id(item) for item, raw in zip(found, error.errors(), strict=True) if raw["type"] == "missing"}
-    found.sort(key=lambda item: (id(item) in missing, _line(document, item[0])))
-    return _report(document, found)
+    found.sort(key=lambda item: (item["type"] == "missing", document.line(_path(item["loc"]))))
+    return together((document.error(*_translate(item)) for item in found[:MOST]), len(found))
 
 
-def _line(document: Document, path: KeyPath) -> int:
-    for length in range(len(path), -1, -1):
-        if path[:length] in document.lines:
-            return document.lines[path[:length]]
-    return 0
-
-
-def _translate(item: Any, value: Any) -> tuple[KeyPath, str, str]:
+def _translate(item: Any) -> tuple[KeyPath, str, str]:
     kind = item["type"]
-    path = _path(item["loc"], value, absent=kind == "missing")
+    path = _path(item["loc"])
     if kind == "recipe":
         return path, item["ctx"]["problem"], item["ctx"]["remedy"]
     leaf = str(path[-1]) if path else ""
@@ -128,17 +122,16 @@ def _translate(item: Any, value: Any) -> tuple[KeyPath, str, str]:
     return path, str(item["msg"]), "see the recipe keys with: surgery recipes show demo-bayesian"
 
 
-def _path(location: tuple[Any, ...], value: Any, absent: bool) -> KeyPath:
+def _path(location: tuple[Any, ...]) -> KeyPath:
     """The location without the tags of unions, which look like ``<list>``."""
-    parts = [part for part in location if not (isinstance(part, str) and part.startswith("<") and part.endswith(">"))]
-    return tuple(parts)
+    return tuple(part for part in location if part not in UNION_TAGS)
 
 
 def _kind(value: Any) -> str:
     if value is None:
         return "empty"
     names = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return names.get(type(value), type(value).__name__)
+    return next((name for kind, name in names.items() if isinstance(value, kind)), type(value).__name__)
 
 
 @lru_cache(maxsize=64)

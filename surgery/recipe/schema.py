@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag
 
 from surgery.errors import UsageError
-from surgery.recipe.document import Document, KeyPath, show
+from surgery.recipe.document import Document, KeyPath, WrittenFloat, WrittenInt, show
 from surgery.recipe.fields import (
     Bytes,
     Count,
@@ -25,6 +25,7 @@ from surgery.recipe.fields import (
     Pair,
     Positive,
     Rate,
+    Seed,
     Switch,
     Text,
     Trainable,
@@ -37,6 +38,8 @@ RULES = ("palimpsa", "bayesian", "host")
 KINDS = ("hidden", "logits", "next-token", "instruct")
 METRICS = ("mean", "log-mean", "median")
 BUNDLED_MODELS = "bundled:"
+# what the errors' locations call the members of a union
+UNION_TAGS = frozenset(("<list>", "<choice>", "<text>", "<paths>", "<mixture>", "<one>", "<two>"))
 
 
 def _union(pick: Callable[[Any], str | None], remedy: str) -> Discriminator:
@@ -61,14 +64,18 @@ class LayerChoice(Section):
     bottom: Count | None = None
     random: Count | None = None
     by: Annotated[Literal[METRICS], one_of(*METRICS)] = "mean"
-    seed: Index = 0
+    seed: Seed = 0
 
 
 class Source(Section):
-    """One part of a mixture of texts."""
+    """One text, or one part of a mixture of texts; what the options mean is in :mod:`surgery.data.sources`."""
 
     path: Text
     weight: Positive = 1.0
+    column: Text | None = None
+    split: Text | None = None
+    config: Text | None = None
+    revision: Text | None = None
 
 
 Layers = Annotated[
@@ -81,15 +88,17 @@ Layers = Annotated[
 
 
 def plain(data: Any) -> Any:
-    """A data specification as strings, lists and mappings, as :mod:`surgery.evaluation.text` reads it."""
+    """A data specification as strings, lists and mappings, as :mod:`surgery.data.sources` reads it."""
     if isinstance(data, tuple):
-        return [item.model_dump() if isinstance(item, Source) else item for item in data]
-    return data
+        return [plain(item) for item in data]
+    return data.model_dump(exclude_none=True) if isinstance(data, Source) else data
 
 
 def _data_form(value: Any) -> str | None:
-    if isinstance(value, str):
+    if isinstance(value, (str, WrittenInt, WrittenFloat)):
         return "<text>"
+    if isinstance(value, (dict, Source)):
+        return "<one>"
     if isinstance(value, (list, tuple)):
         return "<mixture>" if value and all(isinstance(item, (dict, Source)) for item in value) else "<paths>"
     return None
@@ -97,6 +106,7 @@ def _data_form(value: Any) -> str | None:
 
 Data = Annotated[
     Annotated[Text, Tag("<text>")]
+    | Annotated[Source, Tag("<one>")]
     | Annotated[Annotated[tuple[Text, ...], Field(min_length=1)], Tag("<paths>")]
     | Annotated[tuple[Source, ...], Tag("<mixture>")],
     _union(_data_form, "write bundled, a path, a list of paths, a hub dataset, or [{path: ..., weight: 2}]"),
@@ -245,7 +255,7 @@ class Recipe(Section):
     memory: Memory
     inspection: Inspection = Inspection()
     max_drift: MaxDrift | None = None
-    seed: Index = 0
+    seed: Seed = 0
     data: Data = None  # absent
     phases: tuple[Phase, ...] = ()
     evaluation: Evaluation = Evaluation()
@@ -294,6 +304,10 @@ class Recipe(Section):
     def where(self, path: KeyPath) -> str:
         """``file:line`` of a key, or the override that set it."""
         return self._document.where(path)
+
+    def line(self, path: KeyPath) -> int:
+        """The line of a key, 0 where the file has none."""
+        return self._document.line(path)
 
     def error(self, path: KeyPath, problem: str, remedy: str) -> Exception:
         """A UsageError that points at ``path`` in the recipe, for checks that need more than the recipe."""

@@ -11,21 +11,29 @@ from surgery.recipe.sizes import format_count
 Problem = tuple[KeyPath, str, str]
 
 MIN_RECALL_LENGTH = 128
+MAX_CONTEXT = 2**24  # tokens of one sequence, which has to fit into memory
+MAX_TOKENS = 10**15  # of a phase
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Every contradiction in the recipe: YAML path, problem, remedy."""
     yield from _layers(recipe)
     yield from _memory(recipe.memory)
+    taught = False  # an earlier phase moves the student away from its teacher
     for index, phase in enumerate(recipe.phases):
-        for path, problem, remedy in _phase(recipe, index, phase):
+        for path, problem, remedy in _phase(recipe, phase, taught):
             yield ("phases", index, *path), problem, remedy
+        taught = taught or phase.kind in ("next-token", "instruct")
     yield from _names(recipe)
     yield from _data(recipe)
+    asked: set[int] = set()
     for index, length in enumerate(recipe.evaluation.recall.lengths):
+        path = ("evaluation", "recall", "lengths", index)
         if length < MIN_RECALL_LENGTH:
-            path = ("evaluation", "recall", "lengths", index)
             yield path, f"{length} tokens hold no needle and its question", f"use {MIN_RECALL_LENGTH} or more"
+        elif length in asked:
+            yield path, f"{length} is named twice", "keep it once"
+        asked.add(length)
 
 
 def _layers(recipe: Recipe) -> Iterator[Problem]:
@@ -41,9 +49,11 @@ def _layers(recipe: Recipe) -> Iterator[Problem]:
         return
     if not layers:
         yield ("layers",), "no layer is named", "write a list such as [5, 11], or {top: 8, by: mean}"
+    seen: set[int] = set()
     for index, layer in enumerate(layers):
-        if layer in layers[:index]:
+        if layer in seen:
             yield ("layers", index), f"layer {layer} is named twice", "keep it once"
+        seen.add(layer)
 
 
 def _memory(memory: Memory) -> Iterator[Problem]:
@@ -57,7 +67,7 @@ def _memory(memory: Memory) -> Iterator[Problem]:
         yield ("memory", "start"), "the host's own rule has nothing to start", "remove it, or choose another rule"
 
 
-def _phase(recipe: Recipe, index: int, phase: Phase) -> Iterator[Problem]:
+def _phase(recipe: Recipe, phase: Phase, taught: bool) -> Iterator[Problem]:
     host = recipe.memory.rule == "host"
     if phase.tokens is None and phase.steps is None:
         yield (), "neither tokens nor steps is given", "add for example tokens: 100M"
@@ -66,6 +76,13 @@ def _phase(recipe: Recipe, index: int, phase: Phase) -> Iterator[Problem]:
         yield ("steps",), "tokens and steps are both given", "keep one of the two"
     if phase.context < 2:
         yield ("context",), f"{phase.context} token has no next token to predict", "use 2 or more"
+    elif phase.context > MAX_CONTEXT:
+        problem = f"{phase.context} tokens are more than one sequence may have, {MAX_CONTEXT}"
+        yield ("context",), problem, "use a shorter context"
+    if max(phase.total_tokens, phase.total_steps) > MAX_TOKENS:
+        key = "tokens" if phase.tokens is not None else "steps"
+        problem = f"the phase would read {phase.total_tokens} tokens, and no run reads more than {MAX_TOKENS}"
+        yield (key,), problem, "ask for fewer steps or tokens, or a smaller batch"
     if phase.batch < phase.context:
         problem = f"{format_count(phase.batch)} tokens a step hold no sequence of {phase.context} tokens"
         yield ("batch",), problem, f"use {phase.context} or more, or a shorter context"
@@ -86,7 +103,6 @@ def _phase(recipe: Recipe, index: int, phase: Phase) -> Iterator[Problem]:
         yield ("trainable",), problem, "use trainable: swapped"
     if host and phase.dose is not None:
         yield ("dose",), "rule host has no dose: it is the host's rule already", "remove it"
-    taught = any(earlier.kind in ("next-token", "instruct") for earlier in recipe.phases[:index])
     if host and (phase.kind == "hidden" or (phase.kind == "logits" and not taught)):
         problem = f"with rule host the student computes what its teacher does, so {phase.kind} has nothing to teach"
         yield ("kind",), problem, "use next-token"

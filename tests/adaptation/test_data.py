@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from surgery.adaptation import data
+from surgery.data.texts import documents, load_text
 from surgery.errors import UsageError
-from surgery.evaluation.text import documents, load_text
 
 
 def test_the_held_out_part_of_the_bundled_text_is_never_read(make_recipe, phase, tokenizer, tmp_path):
@@ -77,3 +79,59 @@ def test_records_are_checked_to_the_last(make_recipe, phase, tokenizer, tmp_path
     path.write_text('{"prompt": "a", "answer": "' + "b" * 500 + '"}\n')
     with pytest.raises(UsageError, match="no example fits a context of 32"):
         data.check(recipe, 0, tokenizer)
+
+
+def test_a_bad_record_of_a_later_phase_is_found_before_the_first_step(make_base, make_recipe, phase, tmp_path):
+    from surgery.adaptation.run import distill
+    from surgery.validation import validate_recipe
+
+    path = tmp_path / "late.jsonl"
+    path.write_text('{"text": "fine and long enough to fill a context of so many tokens"}\n' * 500 + '{"text": null}\n')
+    recipe = make_recipe(make_base(), [phase("hidden"), phase("next-token", data=str(path))])
+    place = r"recipe\.yaml:\d+: phases\[1\]\.data: .*late\.jsonl, record 501: 'text' is null"
+    with pytest.raises(UsageError, match=place):
+        validate_recipe(recipe)
+    with pytest.raises(UsageError, match=place):
+        distill(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "phases" / "01-hidden" / "metrics.jsonl").exists()
+
+
+def test_an_entry_names_its_column(make_recipe, phase, tokenizer, tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"text": 7, "body": "' + "the body of it " * 30 + '"}\n')
+    entry = {"path": str(path), "column": "body"}
+    built = [
+        data.build(make_recipe("bundled:tiny-mamba2", [phase("next-token", data=spec)]), 0, 4, tokenizer, 260, tmp_path)
+        for spec in (entry, [entry], f"{path},column=body")
+    ]
+    ids = built[0].sources[0].ids
+    assert tokenizer.decode(ids.tolist()).startswith("the body of it")
+    assert all((other.sources[0].ids == ids).all() for other in built)
+
+
+def test_a_run_keeps_to_the_commit_that_it_began_with(make_recipe, phase, tokenizer, tmp_path, monkeypatch):
+    import sys
+    import types
+
+    from surgery.data import hub
+
+    loaded = []
+
+    def load(name, config=None, *, split, revision, streaming):
+        loaded.append(revision)
+        return iter([{"text": f"as of {revision} " * 40}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
+    recipe = make_recipe("bundled:tiny-mamba2", [phase("next-token", data="hub:owner/name")])
+    for head in ("a" * 40, "b" * 40):
+        hub._commit.cache_clear()  # another process
+
+        def info(self, name, *, revision=None, timeout=None, head=head):
+            return types.SimpleNamespace(sha=revision or head)
+
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+        # another length reads the stream again
+        data.build(recipe, 0, len(loaded) + 1, tokenizer, 260, tmp_path / "data")
+    assert loaded == ["a" * 40] * 2
+    assert json.loads((tmp_path / "data.json").read_text()) == {"owner/name@main": "a" * 40}
+    hub._commit.cache_clear()

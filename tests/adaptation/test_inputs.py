@@ -9,7 +9,7 @@ import pytest
 
 from surgery.adaptation import inputs
 from surgery.adaptation.inputs import changes, fingerprint, of_base, of_phase
-from surgery.evaluation.text import sources
+from surgery.data.sources import sources
 
 
 def test_a_file_is_read_again_only_when_its_size_or_time_changed(tmp_path, monkeypatch):

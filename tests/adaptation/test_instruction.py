@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from surgery.adaptation.instruction import InstructDataset, encode, pieces
 from surgery.adaptation.losses import IGNORED
+from surgery.data.instruction import InstructDataset, encode, pieces
 from surgery.errors import UsageError
 
 RECORDS = {

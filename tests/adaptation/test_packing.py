@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surgery.adaptation.losses import IGNORED
-from surgery.adaptation.packing import PackedDataset, PackedTokens, collate, read_tokens, tokenise, write_tokens
+from surgery.data.packing import PackedDataset, PackedTokens, collate, read_tokens, tokenise, write_tokens
 from surgery.errors import UsageError
 
 

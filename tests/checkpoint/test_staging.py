@@ -228,7 +228,7 @@ def test_manifest_is_read_back(tmp_path):
         (('"schema": 2', '"schema": 3'), ["schema 3", "reads 1 and 2"]),
         (('"layers"', '"layer"'), ["run.json"]),
         (('"finished"', '"done"'), ["phases.0.status"]),
-        (("}", ""), ["cannot be read"]),
+        (("}", ""), ["run.json:", "not JSON"]),
     ],
 )
 def test_manifest_of_another_kind(change, words, tmp_path):

@@ -9,8 +9,8 @@ import shutil
 import pytest
 import torch
 
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import encode
+from surgery.data.texts import load_text
+from surgery.data.tokens import encode
 
 
 def refused(result, code, *words):
@@ -42,6 +42,50 @@ def test_json_against_the_model_itself(surgery, bases, tmp_path):
     assert model["bits_per_byte"] == pytest.approx(nll.item() / math.log(2) / (size - 1), rel=1e-4)
     assert found.json["command"].startswith("surgery eval ")
     assert found.json["measured_with"]["dtype"] == "float32"
+
+
+def test_one_rule_for_the_token_before_a_text(surgery, bases, tmp_path):
+    """Perplexity and recall begin as the tokenizer does, and both forms of the report say so."""
+    from tokenizers import Tokenizer, processors
+
+    from surgery.hosts import load_model
+
+    base = shutil.copytree(bases["mamba2"], tmp_path / "base")
+    text, target = tmp_path / "text.txt", tmp_path / "eval.json"
+    text.write_text(load_text("bundled").text[:2000])
+    options = ["--text", text, "--recall-lengths", "300", "--recall-samples", 1, "--json", target]
+    assert "no token is put before a text or a prompt" in surgery("eval", base, *options).out
+    before = json.loads(target.read_text())
+    assert before["text"]["begin_token"] is None and before["model"]["recall"]["begin_token"] is None
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|end|>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", end)])
+    tokenizer.save(str(base / "tokenizer.json"))
+    assert "every text and prompt begins with <|end|>" in surgery("eval", base, *options).out
+    after = json.loads(target.read_text())
+    assert after["text"]["begin_token"] == after["model"]["recall"]["begin_token"] == "<|end|>"
+    assert after["text"]["tokens"] == before["text"]["tokens"] + 1 and after["text"]["bytes"] == before["text"]["bytes"]
+    # now the first byte has something before it and is scored as well
+    ids = torch.tensor([[end, *tokenizer.encode(text.read_text(), add_special_tokens=False).ids]])
+    with torch.no_grad():
+        logits = load_model(base, dtype=torch.float32)(ids).logits[0, :-1].double()
+    nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
+    assert after["model"]["nll"] == pytest.approx(nll, rel=1e-4)
+    assert after["model"]["bytes"] == after["text"]["bytes"]
+
+
+def test_a_column_names_the_text_of_local_records(surgery, bases, tmp_path):
+    plain, records = tmp_path / "text.txt", tmp_path / "records.csv"
+    plain.write_text(load_text("bundled").text[:1500].replace('"', "'"))
+    records.write_text('id,body\n1,"' + plain.read_text() + '"\n')
+    options = ["--tokens", 400, "--recall-lengths", "none", "--json", "-"]
+    found = surgery("eval", bases["mamba2"], "--text", f"{records},column=body", *options)
+    assert found.code == 0, found.err
+    assert found.json["model"] == surgery("eval", bases["mamba2"], "--text", plain, *options).json["model"]
+    words = ("--text", "records.csv, record 1 has no text under 'text'", "column=FIELD: id, body")
+    refused(surgery("eval", bases["mamba2"], "--text", records, *options), 2, *words)
+    look = surgery("inspect", bases["mamba2"], "--text", f"{records},column=body", "--tokens", 400, "--json", "-")
+    assert look.code == 0 and look.json["tokens"] == 400
 
 
 def test_baseline_table_and_picture(surgery, bases, tmp_path):

@@ -162,9 +162,83 @@ def test_wrong_override_is_named(setting, place, words, surgery, write_recipe, t
     assert place in result.err
 
 
-def test_a_second_problem_is_counted(surgery, write_recipe, tmp_path):
-    result = surgery("validate", write_recipe(HEAD + PHASE.replace("1M", "-1") + "    context: none\n"))
-    check(result, tmp_path, ["1 more after this one"])
+def test_every_problem_is_said_with_its_line(surgery, write_recipe, tmp_path):
+    path = write_recipe(HEAD + PHASE.replace("1M", "-1") + "    context: none\n")
+    places = [f"error: {path}:6: phases[0].tokens: ", f"error: {path}:7: phases[0].context: "]
+    check(surgery("validate", path), tmp_path, places)
+    path = write_recipe(HEAD + PHASE + "    steps: 4\n    dose: {to: 1}\n")
+    result = surgery("validate", path, "--set", "memory.rule=host", "--set", "evaluation.recall.lengths=[9]")
+    assert result.code == 2
+    said = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert [line.split(": ")[2] for line in said if not line.startswith("error: --set")] == [
+        "phases[0].kind", "phases[0].steps", "phases[0].dose"
+    ]  # fmt: skip
+    assert any("evaluation.recall.lengths[0]" in line for line in said)
+
+
+def test_a_thousand_problems_are_counted(surgery, write_recipe):
+    result = surgery("validate", write_recipe(HEAD + "".join(f"key{number}: 1\n" for number in range(1000))))
+    assert result.code == 2 and result.err.count("error: ") == 20
+    assert result.err.endswith("(980 more after these)\n")
+
+
+@pytest.mark.parametrize("setting", ["--set sed=1 --set seeed=2", "--set a --set b"])
+def test_every_wrong_override_is_said(setting, surgery, write_recipe):
+    result = surgery("validate", write_recipe(HEAD), *setting.split())
+    assert result.code == 2 and result.err.count("error: ") == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEAD + "".join(f"key{number}: 1\n" for number in range(5_000)),
+        HEAD + "phases:\n" + "  - {kind: logits, tokens: 1M}\n" * 4_000,
+        HEAD + "phases:\n" + "  - {kind: logits, tokens: 1M, name: a, tokns: 1}\n" * 2_000,
+        HEAD + f"evaluation: {{recall: {{lengths: [{'1, ' * 10_000}1]}}}}\n",
+    ],
+    ids=["unknown keys", "phases", "unknown keys in phases", "lengths"],
+)
+def test_long_recipes_take_linear_work(text, write_recipe):
+    """Counted in calls rather than in seconds: n entries may not cost n squared."""
+    import sys
+
+    from surgery.errors import UsageError
+    from surgery.recipe import load_recipe
+
+    path = write_recipe(text)
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        load_recipe(path)
+    except UsageError as error:
+        assert len(str(error)) < 20_000
+    finally:
+        sys.setprofile(None)
+    assert calls < 15 * len(text)
+
+
+def test_layers_are_compared_a_few_times_each(write_recipe):
+    from surgery.recipe import load_recipe
+    from surgery.recipe.semantics import problems
+
+    class Layer(int):
+        compared = 0
+
+        def __eq__(self, other):
+            Layer.compared += 1
+            return int(self) == int(other)
+
+        __hash__ = int.__hash__
+
+    recipe = load_recipe(write_recipe(HEAD))
+    many = recipe.model_copy(update={"layers": tuple(Layer(number % 1500) for number in range(3000))})
+    assert len(list(problems(many))) == 1500
+    assert Layer.compared < 10 * 3000
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def test_base_and_texts_at_hand(bases, surgery, write_recipe, tmp_path):
     assert result.code == 0, result.err
     checks = result.json["checks"]
     assert [(check["what"], check["checked"]) for check in checks] == [
-        ("recipe", True), ("model", True), ("text", True), ("text", False), ("text", True), ("recall", True),
+        ("recipe", True), ("model", True), ("inspection", True), ("text", True), ("text", False), ("text", True),
+        ("recall", True),
     ]  # fmt: skip
     assert "layers 0-3" in checks[1]["detail"] and "top 2 by mean" in checks[1]["detail"]
     first = result.json["phases"][0]

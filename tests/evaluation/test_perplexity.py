@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from surgery.data.texts import load_text
+from surgery.data.tokens import Tokens, encode
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.perplexity import (
     HEAD_TOKENS,
@@ -21,8 +23,6 @@ from surgery.evaluation.perplexity import (
     stream_losses,
     window_losses,
 )
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import Tokens, encode
 
 TEXT = "the theory of the thing — in the other inn — was “the other” theory.\n" * 8
 

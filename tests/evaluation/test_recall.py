@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from surgery.data.texts import load_text
 from surgery.errors import UsageError
 from surgery.evaluation import recall
 from surgery.evaluation.boundaries import boundaries
 from surgery.evaluation.loading import load_tokenizer
 from surgery.evaluation.recall import KINDS, Haystack, needle_recall
-from surgery.evaluation.text import load_text
 from surgery.hosts import load_model, resolve
 
 
@@ -82,7 +82,7 @@ def test_needles_lie_where_they_are_said_to_lie_in_any_script(script, length, to
     """The depth is counted again in the finished prompt, from the tokens before the needle."""
     unit = SCRIPTS[script]
     haystack = Haystack(unit * (40 * length // len(tokenizer.encode(unit))), tokenizer)
-    head = len(tokenizer.encode(recall.introduction("numbers"))) + (tokenizer.bos_token_id is not None)
+    head = len(tokenizer.encode(recall.introduction("numbers"), add_special_tokens=False)) + len(haystack.begin)
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
         prompt = haystack.prompt(random.Random(f"{script} {depth}"), length, depth, "numbers")
         assert len(prompt.tokens) + len(prompt.values[0]) == length

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
+from surgery.data.texts import Text, load_text
 from surgery.errors import UsageError
 from surgery.evaluation.plots import plot_evaluation
 from surgery.evaluation.report import RecallPlan, build_report, default_context, measure
-from surgery.evaluation.text import Text, load_text
 
 PLAN = RecallPlan(lengths=[256, 320], depths=[0.0, 1.0], samples=2)
 

@@ -9,9 +9,11 @@ from itertools import islice, pairwise
 
 import pytest
 
+from surgery.data.bundled import SHARED_PARAGRAPH
+from surgery.data.sources import sources
+from surgery.data.texts import describe, documents, load_text
+from surgery.data.tokens import encode, require_context
 from surgery.errors import JobError, UsageError
-from surgery.evaluation.text import SHARED_PARAGRAPH, describe, documents, load_text, sources
-from surgery.evaluation.tokens import encode, require_context
 
 MIXED = "Ünïcode — 漢字 and 😀 or 🤷‍♀️ \n\n   spaced\t\ttabs  \nthe theory of the thing\n" * 12
 
@@ -54,12 +56,15 @@ def test_line_ends_are_kept_as_they_are(tmp_path):
 
 
 def test_long_documents_come_in_pieces_that_join_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("surgery.evaluation.text.PIECE", 50)
+    monkeypatch.setattr("surgery.data.sources.PIECE", 50)
     path = tmp_path / "long.txt"
     path.write_text("".join(f"line {number} of a long text\n" for number in range(40)))
-    pieces = list(documents(path))
-    assert len(pieces) > 5 and max(map(len, pieces)) < 100
-    assert "".join(pieces) == path.read_text()
+    (source,) = sources(path)
+    pieces = list(source.pieces())
+    assert len(pieces) > 5 and max(len(piece.text) for piece in pieces) < 100
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(piece.text for piece in pieces) == path.read_text()
+    assert list(documents(path)) == [path.read_text()]
 
 
 def test_jsonl_and_directories(tmp_path):
@@ -67,7 +72,7 @@ def test_jsonl_and_directories(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "first"}) + "\n\n" + json.dumps({"text": "second"}) + "\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert list(documents(str(tmp_path))) == ["first", "second", "from b"]
-    assert load_text([str(tmp_path / "b.txt"), str(tmp_path / "a.jsonl")]).text == "from bfirstsecond"
+    assert load_text([str(tmp_path / "b.txt"), str(tmp_path / "a.jsonl")]).text == "from b\n\nfirst\n\nsecond"
 
 
 def test_relative_paths_are_found_beside_the_recipe(tmp_path):

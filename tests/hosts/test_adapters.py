@@ -256,7 +256,7 @@ def test_missing_and_broken_configurations(tmp_path):
     with pytest.raises(UsageError, match=r"no config\.json"):
         hosts.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UsageError, match="cannot be read as JSON"):
+    with pytest.raises(UsageError, match=r"config\.json:1: not JSON"):
         hosts.read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UsageError, match="not a JSON object"):

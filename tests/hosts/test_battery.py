@@ -11,7 +11,7 @@ from hosts_battery import apart, left_padded, raw_tensors, read_tensor
 from transformers import AutoModelForCausalLM
 
 from surgery import hosts
-from surgery.evaluation.tokens import Tokens
+from surgery.data.tokens import Tokens
 from surgery.inspection.horizon import horizon, measure_horizons
 from surgery.operation import apply
 from surgery.recipe import load_recipe

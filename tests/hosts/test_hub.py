@@ -53,7 +53,10 @@ def hub(tmp_path, monkeypatch):
             snapshot = repository / "snapshots" / commit
             snapshot.mkdir(parents=True)
             for file in source.iterdir():
-                (snapshot / file.name).symlink_to(file)
+                blob = repository / "blobs" / f"{commit}-{file.name}"
+                blob.parent.mkdir(exist_ok=True)
+                shutil.copy2(file, blob)
+                (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
         return repository / "snapshots" / COMMIT
 
     return fill

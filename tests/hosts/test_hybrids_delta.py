@@ -22,9 +22,9 @@ from surgery.adaptation.monitoring import Listener, read_metrics
 from surgery.adaptation.phases import Options
 from surgery.adaptation.run import distill
 from surgery.cli import main
+from surgery.data.tokens import Tokens
 from surgery.errors import UsageError
 from surgery.evaluation.perplexity import stream_losses, window_losses
-from surgery.evaluation.tokens import Tokens
 from surgery.export import verify
 from surgery.export.run import export
 from surgery.export.source import open_source

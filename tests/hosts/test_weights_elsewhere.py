@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
 from surgery import hosts
-from surgery.graft import Graft, base
+from surgery.graft import Graft
 from surgery.graft.short_conv import CausalConv1d
 
 LENGTH = 23
@@ -79,13 +79,9 @@ def same(found, expected):
     assert [torch.equal(x, y) for x, y in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
-def near(found, expected):
-    """Of models in float64, in which rounding stays far below what is asked for."""
+def near(found, expected, tolerance=1e-5):
     assert all(x.isfinite().all() for x in expected)
-    WORST.append(max(apart(x, y) for x, y in zip(found, expected, strict=True)))
-    print("WORST", WORST[-1])
-    assert WORST[-1] < 1e-6
-WORST=[]
+    assert max(apart(x, y) for x, y in zip(found, expected, strict=True)) < tolerance
 
 
 def test_offloaded_weights_give_the_same_bits(build, text, tmp_path):
@@ -177,8 +173,8 @@ def adapt(model, how):
     "how", ["wrapped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("hooked", "parametrised"))]
 )
 def test_adapters_on_products_and_convolutions_count(build, text, how):
-    expected = read(adapt(build().double(), "merged"), text)
-    near(read(adapt(build().double(), how), text), expected)
+    expected = read(adapt(build(), "merged"), text)
+    near(read(adapt(build(), how), text), expected, 1e-4)
     assert apart(expected[0], read(build(), text)[0]) > 1e-2
 
 
@@ -193,7 +189,7 @@ def mesh():
 
 @pytest.mark.parametrize("parts", ["leaves", pytest.param("mixers", marks=pytest.mark.slow)])
 def test_shards_are_gathered_first(build, text, mesh, parts):
-    expected, model = read(build().double(), text), build().double()
+    expected, model = read(build(), text), build()
     for graft in [part for part in model.modules() if isinstance(part, Graft)]:
         for part in reversed(list(graft.modules())):  # from the leaves up, the mixer last
             if part is graft or (parts == "leaves" and part._parameters):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from surgery import hosts
+from surgery.data.tokens import Tokens
 from surgery.evaluation.perplexity import stream_losses, window_losses
-from surgery.evaluation.tokens import Tokens
 from surgery.inspection.horizon import measure_horizons
 from surgery.memory.modules import device_of
 

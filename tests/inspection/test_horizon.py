@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from surgery.data.texts import load_text
+from surgery.data.tokens import Tokens, encode
 from surgery.errors import JobError, UsageError
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import Tokens, encode
 from surgery.hosts import adapter_for, load_model, read_config
 from surgery.inspection.horizon import CAP, HorizonMeter, horizon, measure_horizons, ranked, static_horizons
 from surgery.inspection.measure import inspect_model, inspect_static, rank_layers

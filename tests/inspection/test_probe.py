@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from surgery.data.texts import load_text
+from surgery.data.tokens import Tokens, encode
 from surgery.errors import UsageError
-from surgery.evaluation.text import load_text
-from surgery.evaluation.tokens import Tokens, encode
 from surgery.hosts import adapter_for, load_model, read_config, resolve
 from surgery.hosts.streaming import load_streamed
 from surgery.inspection.probe import probe_layers, probe_windows, swapped

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from surgery.adaptation.losses import IGNORED
-from surgery.adaptation.schedules import BatchShape
 from surgery.checkpoint.checksums import describe_files, sha256
 from surgery.checkpoint.staging import write_atomic
+from surgery.data.sources import Piece
+from surgery.data.tokens import WINDOW, begin_tokens, document_tokens
 from surgery.errors import UsageError
 
 Item = dict[str, Tensor]
 DOCUMENTS_AT_ONCE = 64
+IGNORED = -100  # the label of a token that is not scored
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,60 @@ def require_window(name: str, tokens: int, context: int) -> None:
         )
 
 
-def tokenise(documents: Iterable[str], tokenizer: Any, limit: int | None = None) -> Iterator[list[int]]:
-    """Token ids a document, each closed by the end-of-text token where the tokenizer has one, until ``limit`` tokens
-    have been made; the last document is cut there."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    documents = iter(documents)
+def tokenise(pieces: Iterable[Piece | str], tokenizer: Any, limit: int | None = None) -> Iterator[list[int]]:
+    """Token ids of each document, between what the tokenizer puts before a text and its end-of-text token, each once,
+    until ``limit`` tokens have been made; the last document is cut there.
+
+    Args:
+        pieces: documents in pieces, or whole documents.
+    """
+    begin = begin_tokens(tokenizer)
+    end = tokenizer.eos_token_id
     made = 0
-    while batch := list(islice(documents, DOCUMENTS_AT_ONCE)):
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            ids = [*ids, *end]
-            if limit is not None and made + len(ids) >= limit:
-                yield ids[: limit - made]
-                return
-            made += len(ids)
-            yield ids
+    for ids in _documents(pieces, tokenizer, limit):
+        if ids[: len(begin)] != begin:
+            ids = [*begin, *ids]
+        if end is not None and ids[-1:] != [end]:
+            ids = [*ids, end]
+        if limit is not None and made + len(ids) >= limit:
+            yield ids[: limit - made]
+            return
+        made += len(ids)
+        yield ids
+
+
+def _documents(pieces: Iterable[Piece | str], tokenizer: Any, limit: int | None) -> Iterator[list[int]]:
+    """Token ids of each document without special tokens; of one longer than ``limit`` tokens, no more than that."""
+    pieces = (Piece(piece, True) if isinstance(piece, str) else piece for piece in pieces)
+    short: list[str] = []  # whole documents, which the tokenizer takes many at a time
+    for piece in pieces:
+        if piece.ends and len(piece.text) <= WINDOW:
+            short.append(piece.text)
+            if len(short) == DOCUMENTS_AT_ONCE:
+                yield from _together(short, tokenizer)
+                short = []
+            continue
+        yield from _together(short, tokenizer)
+        short = []
+        ids: list[int] = []
+        parts = document_tokens(tokenizer, _until_its_end(piece, pieces))
+        for part in parts:
+            ids += part
+            if limit is not None and len(ids) >= limit:
+                break
+        yield ids
+    yield from _together(short, tokenizer)
+
+
+def _together(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+
+def _until_its_end(piece: Piece, others: Iterator[Piece]) -> Iterator[str]:
+    yield piece.text
+    while not piece.ends:
+        piece = next(others)
+        yield piece.text
 
 
 def write_tokens(
@@ -264,28 +304,6 @@ class PackedDataset(Dataset):
         if self._choice is None:
             return 0, index
         return int(self._choice[index]), int(self._place[index])
-
-
-class MicroBatches(Dataset):
-    """A phase's micro-batches in order: step by step, and within a step device by device for each forward.
-
-    Args:
-        data: at least steps x sequences items.
-    """
-
-    def __init__(self, data: Any, shape: BatchShape, steps: int) -> None:
-        self.data, self.shape, self.steps = data, shape, steps
-
-    def __len__(self) -> int:
-        return self.steps * self.shape.parts
-
-    def __getitem__(self, index: int) -> Item:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        step, part = divmod(index, self.shape.parts)
-        first, last = self.shape.bounds(part)
-        begin = step * self.shape.sequences
-        return collate([self.data[begin + number] for number in range(first, last)])
 
 
 def collate(items: Sequence[Item]) -> Item:
