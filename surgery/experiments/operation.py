@@ -26,7 +26,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.staging import fcntl, write_atomic
+from surgery.checkpoint.locking import hold
+from surgery.checkpoint.staging import write_atomic
 from surgery.errors import JobError, UsageError
 from surgery.experiments.operation_results import summarise
 from surgery.experiments.recall_training import training
@@ -202,16 +203,10 @@ def _start_worker(threads: int) -> None:
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[bool]:
     """Hold the lock ``path`` if no other process does; whether it is held. A process that ends lets go of it."""
-    if fcntl is None:
-        yield True
-        return
-    with path.open("w") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(hold(path, path.name))
+        except UsageError:
             yield False
             return
-        try:
-            yield True
-        finally:
-            path.unlink(missing_ok=True)
+        yield True
