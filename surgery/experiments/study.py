@@ -50,7 +50,7 @@ class Arm:
         Raises:
             UsageError: another form, or a key or value that the recipe refuses.
         """
-        from surgery.recipe.document import parse_document
+        from surgery.recipe.document import parse_document, plain_numbers
 
         name, _, rest = text.partition(":")
         pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", rest)]
@@ -58,7 +58,8 @@ class Arm:
             raise UsageError(f"--arm {text}: write for example bayesian:rule=bayesian,noise=constant,over=0.5")
         if name == CONTROL:
             raise UsageError(f"--arm {text}: {CONTROL} is the host itself, which always runs; choose another name")
-        given = {key.strip(): parse_document(value, f"--arm {text}").value for key, _, value in pairs}
+        parsed = {key.strip(): parse_document(value, f"--arm {text}").value for key, _, value in pairs}
+        given = plain_numbers(parsed)
         if given.get("rule") == "host":
             raise UsageError(f"--arm {text}: rule host is the control, which always runs; choose another rule")
         own = {key: given.pop(key) for key in ("over", "rate", "memory_rate") if key in given}
@@ -80,7 +81,7 @@ class Arm:
             try:
                 load_recipe(file)
             except UsageError as error:
-                message = re.sub(rf"^{re.escape(str(file))}(:\d+)?: ", "", str(error))
+                message = re.sub(rf"{re.escape(str(file))}(:\d+)?: ", "", str(error))
                 message = re.sub(r"phases\[0\]\.(dose\.)?", "", message)
                 raise UsageError(f"{source}: {message}") from None
 

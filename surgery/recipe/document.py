@@ -51,6 +51,17 @@ class WrittenFloat(float):
     __str__ = __repr__
 
 
+def plain_numbers(value: Any) -> Any:
+    """``value`` with numbers of Python's own types, however a file writes them."""
+    if isinstance(value, dict):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_numbers(item) for item in value]
+    if isinstance(value, (WrittenInt, WrittenFloat)):
+        return int(value) if isinstance(value, int) else float(value)
+    return value
+
+
 def show(path: KeyPath) -> str:
     """``phases[0].tokens`` for ("phases", 0, "tokens")."""
     text = ""
