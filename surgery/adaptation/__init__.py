@@ -2,8 +2,8 @@
 
     run.py         a run directory: apply, check everything, phase after phase, resume
     phases.py      one phase, from the model it starts with to the model it leaves
-    trainer.py     transformers' Trainer with this project's batches, losses, dose and checkpoints
+    trainer.py     the steps of a phase: batches, losses, dose, checkpoints, over accelerate
     distiller.py   the module that is trained: a batch in, the phase's loss out
     teaching.py    teacher and student in one model
-    losses.py, schedules.py, packing.py, instruction.py    the parts, without any state of a run
+    losses.py, schedules.py, batches.py    the parts, without any state of a run
 """

@@ -37,8 +37,6 @@ class Distiller(nn.Module):
             ``hidden`` its switches hold the student's mixers.
     """
 
-    accepts_loss_kwargs = True
-
     def __init__(
         self,
         student: Body,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -301,7 +300,7 @@ def _trainer(
     about: dict[str, Any],
     options: Options,
 ) -> Any:
-    from surgery.adaptation.trainer import PhaseTrainer, arguments
+    from surgery.adaptation.trainer import PhaseTrainer, Settings
 
     phase = recipe.phases[index]
     folder = phase_folder(run, index, phase)
@@ -312,26 +311,23 @@ def _trainer(
     rates = phase.rates
     adam = optimizer(selection, rates.memory, rates.host)
     warmup, schedule = phase.warmup_steps, phase.schedule
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        adam, lambda step: learning_rate_factor(step, steps, warmup, schedule)
-    )
     title = f"{index + 1}/{len(recipe.phases)} {phase.label}"
     members = [MetricsFile(folder / METRICS), TensorBoard(folder / "tensorboard"), *options.watchers(title)]
     return PhaseTrainer(
         distiller,
-        arguments(
+        Settings(
             folder / "checkpoints",
-            steps=steps,
-            shape=shape,
+            steps,
             save_every=options.save_every or min(MOST_STEPS, max(1, steps // SAVES)),
             seed=data.phase_seed(recipe, index) % 2**32,
             device=options.device,
+            half=options.device == "cuda",
         ),
         phase=phase.label,
         selection=selection,
         data=items,
         optimizer=adam,
-        scheduler=scheduler,
+        factor=lambda step: learning_rate_factor(step, steps, warmup, schedule),
         dose=dose,
         memories=memories,
         shape=shape,
@@ -349,10 +345,8 @@ def _train(trainer: Any, phase: Phase, saved: Path | None, folder: Path, options
         options.say(f"phase {phase.label}: {note}")
     trainer.watcher.begin(done, phase.total_steps)
     try:
-        with warnings.catch_warnings(), disk_errors_at(folder), compiled_mixers(wanted(options.device)):
-            # torch renames an argument that accelerate passes
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-            trainer.train(resume_from_checkpoint=str(saved) if saved else None)
+        with disk_errors_at(folder), compiled_mixers(wanted(options.device)):
+            trainer.train(saved)
     except torch.cuda.OutOfMemoryError as error:
         raise JobError(
             f"phase {phase.label}: out of GPU memory with {trainer.shape.micro} sequences of {phase.context} tokens a "

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from surgery.adaptation.distiller import Distiller
 from surgery.adaptation.teaching import Side
 from surgery.errors import JobError
 
 
-def check_loss(loss: Tensor, inputs: Mapping[str, Any], distiller: Distiller, where: str, remedy: str) -> None:
-    """Raise where the loss is not finite.
+def explain_loss(loss: float, inputs: Mapping[str, Any], distiller: Distiller, where: str, remedy: str) -> NoReturn:
+    """Raise for a loss that is not finite.
 
     Raises:
         JobError: naming step, and the first module whose output is not finite.
     """
-    if math.isfinite(float(loss)):
-        return
     source = first_nonfinite(distiller, inputs)
-    raise JobError(f"{where}: the loss is {float(loss)}, from {source}\n{remedy}")
+    raise JobError(f"{where}: the loss is {loss}, from {source}\n{remedy}")
 
 
-@torch.no_grad()
-def check_gradients(
-    trained: Mapping[str, nn.Parameter], layer_of: Callable[[str], str], where: str, remedy: str
-) -> float:
-    """The norm of all gradients together.
+def require_gradients(trained: Mapping[str, nn.Parameter], layer_of: Callable[[str], str], where: str) -> None:
+    """Refuse to step where a trained parameter got no gradient.
 
     Raises:
-        JobError: a gradient is not finite, or a trained parameter got none; both name step and layer.
+        JobError: naming step and layer.
     """
     dead = [name for name, parameter in trained.items() if parameter.grad is None]
     if dead:
@@ -42,17 +37,30 @@ def check_gradients(
             + (f" and {len(dead) - 1} more)" if len(dead) > 1 else ")")
             + "\nthe loss does not reach it: leave it out of trainable"
         )
-    norms = torch.stack(torch._foreach_norm([parameter.grad for parameter in trained.values()]))
-    total = torch.linalg.vector_norm(norms).item()
-    if not math.isfinite(total):
-        bad = [name for name, norm in zip(trained, norms.tolist(), strict=True) if not math.isfinite(norm)]
-        name = bad[0] if bad else next(iter(trained))
-        raise JobError(
-            f"{where}: the gradient of {layer_of(name)} is not finite ({name}"
-            + (f" and {len(bad) - 1} more)" if len(bad) > 1 else ")")
-            + f"\n{remedy}"
-        )
-    return total
+
+
+def explain_gradients(
+    trained: Mapping[str, nn.Parameter],
+    norms: Sequence[float],
+    layer_of: Callable[[str], str],
+    where: str,
+    remedy: str,
+) -> NoReturn:
+    """Raise for gradients whose norm is not finite.
+
+    Args:
+        norms: each trained parameter's, in order.
+
+    Raises:
+        JobError: naming step and layer.
+    """
+    bad = [name for name, norm in zip(trained, norms, strict=True) if not math.isfinite(norm)]
+    name = bad[0] if bad else next(iter(trained))
+    raise JobError(
+        f"{where}: the gradient of {layer_of(name)} is not finite ({name}"
+        + (f" and {len(bad) - 1} more)" if len(bad) > 1 else ")")
+        + f"\n{remedy}"
+    )
 
 
 @torch.no_grad()

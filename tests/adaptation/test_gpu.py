@@ -34,8 +34,8 @@ def test_float32_on_a_gpu_follows_the_cpu(make_base, make_recipe, phase, tmp_pat
     # at this rate the weights hardly move, so that rounding cannot send the two runs apart; the dose does move
     phases = [phase(kind, learning_rate=1.0e-6) for kind in KINDS]
     recipe = make_recipe(make_base(family), phases, memory={"rule": rule})
-    original = trainer.TrainingArguments
-    monkeypatch.setattr(trainer, "TrainingArguments", lambda **given: original(**{**given, "bf16": False}))
+    original = trainer.Settings
+    monkeypatch.setattr(trainer, "Settings", lambda *given, **named: original(*given, **{**named, "half": False}))
     distill(recipe, tmp_path / "cpu", options=Options(micro_batch=2), evaluate=False)
     options = Options(device="cuda", micro_batch=2)
     distill(recipe, tmp_path / "cuda", start=str(tmp_path / "cpu" / "applied"), options=options, evaluate=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -292,18 +294,31 @@ def test_a_gradient_that_is_not_finite_names_its_layer(make_base, make_recipe, p
     from surgery.adaptation.trainer import PhaseTrainer
 
     recipe = make_recipe(make_base(), [phase("next-token")])
-    original = PhaseTrainer.compute_loss
+    original = PhaseTrainer.step
 
-    def compute(self, model, inputs, **options):
-        if self.state.global_step == 2:
+    def step(self, number):
+        if number == 2:
             name = "backbone.layers.2.mixer.memory.b_scale"
             self.selection.trained[name].register_hook(lambda grad: grad * float("inf"))
-        return original(self, model, inputs, **options)
+        return original(self, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PhaseTrainer, "compute_loss", compute)
+        patch.setattr(PhaseTrainer, "step", step)
         with pytest.raises(JobError, match=r"step 3: the gradient of layer 2 is not finite \(.*b_scale"):
             distill(recipe, tmp_path / "run", evaluate=False)
+
+
+def test_training_on_text_needs_no_datasets(make_base, make_recipe, phase, tmp_path):
+    recipe = make_recipe(make_base(), [phase("next-token", steps=2)])
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from surgery.adaptation.run import distill\n"
+        "from surgery.recipe import load_recipe\n"
+        f"distill(load_recipe({str(recipe.path)!r}), Path({str(tmp_path / 'run')!r}))\n"
+        "print(sorted({'datasets', 'pyarrow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stderr
 
 
 def test_recomputing_activations_changes_nothing(make_base, make_recipe, phase, tmp_path):

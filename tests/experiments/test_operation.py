@@ -14,7 +14,7 @@ from surgery.adaptation.distiller import Distiller
 from surgery.adaptation.parameters import optimizer, select
 from surgery.adaptation.schedules import batch_shape, learning_rate_factor
 from surgery.adaptation.teaching import body_of
-from surgery.adaptation.trainer import PhaseTrainer, arguments
+from surgery.adaptation.trainer import PhaseTrainer, Settings
 from surgery.errors import UsageError
 from surgery.experiments import operation, operation_results, recall_training
 from surgery.experiments.device_loop import DeviceLoop
@@ -235,16 +235,16 @@ def test_the_loop_does_the_steps_of_a_phase(hosted, tmp_path, arm, monkeypatch):
             seen.append(step.loss)
 
     shape = batch_shape(study.batch, task.tokens, 1, study.batch)
-    settings = arguments(tmp_path, steps=steps, shape=shape, save_every=steps + 1, seed=0, device="cpu")
-    settings.save_strategy = "no"
+    settings = Settings(tmp_path / "checkpoints", steps, save_every=steps, seed=0, device="cpu")
     selection = select(models[1]["model"], bodies[1].mixers, "all", phase="trainer")
     adam = optimizer(selection, phase.rates.memory, phase.rates.host)
-    factor = torch.optim.lr_scheduler.LambdaLR(
-        adam, lambda step: learning_rate_factor(step, steps, phase.warmup_steps, phase.schedule)
-    )
+
+    def factor(step):
+        return learning_rate_factor(step, steps, phase.warmup_steps, phase.schedule)
+
     trainer = PhaseTrainer(
         Distiller(bodies[1], "next-token"), settings, phase="trainer", selection=selection, data=Items(),
-        optimizer=adam, scheduler=factor, dose=dose, memories=memories[1], shape=shape, layer_of=str, watcher=Losses(),
+        optimizer=adam, factor=factor, dose=dose, memories=memories[1], shape=shape, layer_of=str, watcher=Losses(),
     )  # fmt: skip
     trainer.train()
     assert loop.losses == pytest.approx([sum(seen) / steps], rel=1e-5)
