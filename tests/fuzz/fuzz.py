@@ -5,9 +5,9 @@
     python tests/fuzz/fuzz.py --only config:17 --seed 0     # one case again, with its traceback
 
 Each case is drawn from the seed, its kind and its number alone. An input must be accepted or refused by a message for
-the user; a case fails where something else is raised, a message holds the name of a Python type or more than five
-lines, an input that is nonsense by construction is accepted, or the case takes more than 5 s of CPU. What is accepted
-is not looked at further.
+the user; a case fails where something else is raised, a message holds the name of a Python type, an error takes more
+than five lines, an input that is nonsense by construction is accepted, or the case takes more than 5 s of CPU. What is
+accepted is not looked at further.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Fuzzer:
         raw = RAW.search(message)
         if not fault and raw:
             fault = f"names a type: {raw[0]}"
-        elif not fault and len(message.splitlines()) > 5:
-            fault = "more than five lines"
+        elif not fault and max(len(one.splitlines()) for one in message.split("\nerror: ")) > 5:
+            fault = "an error of more than five lines"
         elif accepted and nonsense:
             fault = f"accepted, though {nonsense}"
         elif seconds > SECONDS:
