@@ -23,6 +23,7 @@ from surgery.opening import base_tokenizer, open_base, swappable
 from surgery.plan import Plan, bind
 from surgery.recipe import LayerChoice, Recipe
 from surgery.recipe.document import KeyPath
+from surgery.recipe.kinds import objective
 from surgery.recipe.schema import METRICS
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _training(found: Preflight, tokenizer: Any, progress: Progress | None) -> No
     recipe = found.recipe
     asking: dict[tuple[str, bool], int] = {}
     for index, phase in enumerate(recipe.phases):
-        answers = phase.kind == "instruct"
+        answers = objective(phase.kind).content == "instruct"
         key = (str(recipe.data_for(phase)), answers)
         other = asking.setdefault(key, index)
         # a text must fill a context, an example must fit into one
@@ -244,11 +245,11 @@ def _training(found: Preflight, tokenizer: Any, progress: Progress | None) -> No
         spec = recipe.data_for(phase)
         name = describe(spec, "train")
         with found.at(("phases", index, "data") if phase.data else ("data",)):
-            content = "instruct" if phase.kind == "instruct" else "text"
+            content = objective(phase.kind).content
             if _unread(found, "text", name, spec, tokenizer, (content, progress)):
                 continue
             count = sum(one.records for one in data.check(recipe, index, tokenizer, progress))
-            said = "the shortest fits" if phase.kind == "instruct" else "fills"
+            said = "the shortest fits" if content == "instruct" else "fills"
             found.note("text", f"{name}: {_records(count, content)}, {said} a context of {phase.context}")
 
 

@@ -24,6 +24,7 @@ from surgery.data.sources import Piece, Source, is_mixture, sources
 from surgery.data.texts import describe
 from surgery.errors import UsageError
 from surgery.recipe import Phase, Recipe
+from surgery.recipe.kinds import objective
 
 SLACK = 1.1  # drawn sources take a little more or less than their share
 COMMITS = "data.json"  # in the run directory: the commits of the hub's data sets that it reads
@@ -87,7 +88,7 @@ def build(
     phase = recipe.phases[index]
     seed = phase_seed(recipe, index)
     entries = _at_commits(phase_sources(recipe, phase), folder)
-    if phase.kind == "instruct":
+    if objective(phase.kind).content == "instruct":
         rows = [row for _, _, found in entries for row in _examples(found, tokenizer)]
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
         return InstructDataset(rows, phase.context, length, seed, padding, entries[0][0])
@@ -125,7 +126,7 @@ def check(
     with recipe.at(("phases", index, "data") if named else ("data",)):
         entries = phase_sources(recipe, phase)
         every = [source for _, _, found in entries for source in found]
-        if phase.kind == "instruct":
+        if objective(phase.kind).content == "instruct":
             checked = checking.check(every, "instruct", tokenizer, progress=progress)
             _require_fitting(phase, entries[0][0], every, checked)
             return checked

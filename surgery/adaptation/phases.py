@@ -37,10 +37,10 @@ from surgery.evaluation.loading import load_tokenizer
 from surgery.graft.compiling import compiled_mixers, remark, wanted
 from surgery.hosts import adapter_for, load_model
 from surgery.recipe import Phase, Recipe
+from surgery.recipe.kinds import objective
 
 SAVES = 10  # checkpoints a phase, unless that leaves more than MOST_STEPS between two
 MOST_STEPS = 200
-TEACHING = ("hidden", "logits")  # kinds that have a teacher
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,15 @@ def choose(recipe: Recipe, index: int, body: Body, dose: DoseSchedule) -> Select
     """The trained parameters of phase ``index``; all others are frozen.
 
     Raises:
-        UsageError: see :func:`surgery.adaptation.parameters.select`; a hidden phase that names others than the
-            swapped mixers', which its loss does not reach.
+        UsageError: see :func:`surgery.adaptation.parameters.select`; parameters outside the swapped mixers where the
+            loss reaches these alone.
     """
     phase = recipe.phases[index]
     selection = select(body.model, body.mixers, phase.trainable, phase=phase.label, silent=dose.silent)
-    if phase.kind == "hidden" and selection.shared:
+    if objective(phase.kind).mixers_only and selection.shared:
         raise recipe.error(
             ("phases", index, "trainable"),
-            f"hidden-state matching does not reach {sorted(selection.shared)[0]}",
+            f"the loss of a {phase.kind} phase does not reach {sorted(selection.shared)[0]}",
             "name parameters of the swapped mixers, or use trainable: swapped",
         )
     return selection
@@ -270,21 +270,19 @@ def _student(source: Checkpoint, layers: list[int], options: Options) -> Body:
 
 
 def _distiller(phase: Phase, body: Body, selection: Selection, base: Checkpoint, options: Options) -> Distiller:
-    teacher = None
-    if phase.kind in TEACHING:
+    teacher, chosen = None, objective(phase.kind)
+    if chosen.teaches:
         if selection.shared or not teaching.shares_weights(body, base):
             size = sum(entry.numel for entry in base.tensors.values())
             trained = sum(parameter.numel() for parameter in selection.trained.values())
             options.say(capacity.check_second_model(size, trained, phase.label, options.device))
             teacher = teaching.teacher_model(base, list(body.mixers), options.device)
-            if phase.kind == "hidden":
+            if chosen.mixers_only:
                 students = {layer: body.model.get_submodule(name) for layer, name in body.mixers.items()}
                 teacher.seat(students=students)
         else:
             body.seat(teachers=teaching.teacher_mixers(body, base))
-    return Distiller(
-        body, phase.kind, teacher=teacher, temperature=phase.temperature, boundary_weight=phase.boundary_weight
-    )
+    return Distiller(body, chosen.of(phase), teacher=teacher)
 
 
 def _trainer(

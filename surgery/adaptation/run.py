@@ -32,7 +32,6 @@ from surgery.adaptation import data, inputs, measuring
 from surgery.adaptation.capacity import check_second_model
 from surgery.adaptation.continuing import RECIPE, check_files, continued, note_in_force, phase_records, remove_leftovers
 from surgery.adaptation.phases import (
-    TEACHING,
     Options,
     choose,
     current_dose,
@@ -57,6 +56,7 @@ from surgery.kernels import dispatch
 from surgery.memory import create
 from surgery.plan import why_inexact
 from surgery.recipe import Recipe
+from surgery.recipe.kinds import objective
 
 
 def distill(
@@ -348,7 +348,7 @@ def _check(
     body = body_of(load_model(start), config, layers_since(config, read_config(base)))
     trainable = [parameter for parameter in body.model.parameters() if parameter.requires_grad]
     original = open_checkpoint(base)
-    taught = any(recipe.phases[index].kind in TEACHING for index in pending)
+    taught = any(objective(recipe.phases[index].kind).teaches for index in pending)
     if taught and not reads_alike(tokenizer, base):
         raise recipe.error(
             ("model",),
@@ -362,7 +362,7 @@ def _check(
         schedule = dose_schedule(recipe, index, dose)
         selection = choose(recipe, index, body, schedule)
         moved = moved or bool(selection.shared)
-        if moved and phase.kind in TEACHING:
+        if moved and objective(phase.kind).teaches:
             count = sum(parameter.numel() for parameter in selection.trained.values())
             check_second_model(sum(e.numel for e in original.tensors.values()), count, phase.label, options.device)
         batch_shape(phase.sequences, phase.context, options.devices, 1)

@@ -166,7 +166,7 @@ class PhaseTrainer:
                 "raise batch, so that each holds an answer"
             )
         samples = [self._placed(batch) for batch in batches]
-        if self.distiller.has_boundaries and (len(samples) > 1 or self.shape.devices > 1):
+        if self.distiller.objective.reads_residuals and (len(samples) > 1 or self.shape.devices > 1):
             self._teach(samples)
         return samples, count.to(self.settings.device)
 
@@ -222,7 +222,7 @@ class PhaseTrainer:
             Step(
                 step=step + 1,
                 tokens=sequences * self.shape.context,
-                loss=self.distiller.weighted(terms),
+                loss=self.distiller.objective.weighted(terms),
                 terms=dict(zip(self.distiller.terms, terms, strict=True)),
                 learning_rate={group["name"]: group["lr"] for group in self.optimizer.param_groups},
                 dose=self.dose.at(step),

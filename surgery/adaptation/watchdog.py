@@ -90,7 +90,7 @@ def first_nonfinite(distiller: Distiller, inputs: Mapping[str, Any]) -> str:
     for layer, block in body.every_block.items():
         handles.append(block.register_forward_hook(watch(f"the block of layer {layer}")))
     try:
-        side = Side.BOTH if distiller.kind == "hidden" else Side.STUDENT
+        side = Side.BOTH if distiller.objective.mixers_only else Side.STUDENT
         with body.turned(side):
             body.run(**{key: inputs.get(key) for key in ("input_ids", "reset", "mask")})
         for switch in body.switches.values():

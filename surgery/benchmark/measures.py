@@ -15,6 +15,7 @@ from surgery.benchmark import models
 from surgery.graft.compiling import compiled_mixers
 from surgery.hosts import adapter_for
 from surgery.models import step_graph
+from surgery.recipe.kinds import objective
 
 WARMUP = 2  # the first call compiles, the second fills the allocator's pool
 DOCUMENT = 700  # tokens between two document starts in the batches
@@ -90,9 +91,10 @@ def training(
     """One optimizer step, forward, backward, clipping and AdamW, of a phase as ``distill`` runs it."""
     body = models.body(shape, rule, recompute=recompute)
     selection = select(body.model, body.mixers, trainable, phase="benchmark")
-    if kind in ("hidden", "logits"):
+    chosen = objective(kind)
+    if chosen.teaches:
         models.seat_teachers(body)
-    distiller = Distiller(body, kind)
+    distiller = Distiller(body, chosen())
     adam = optimizer(selection, 1e-5, 1e-5)
     ids = torch.randint(body.model.config.vocab_size, (batch, tokens + 1), device=models.DEVICE)
     inputs = {"input_ids": ids[:, :-1], "targets": ids[:, 1:], "reset": resets(batch, tokens)}

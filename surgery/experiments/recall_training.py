@@ -32,6 +32,7 @@ from surgery.hosts import adapter_for, load_model
 from surgery.operation import apply
 from surgery.pretraining.bases import initialise
 from surgery.recipe import Phase, load_recipe
+from surgery.recipe.kinds import objective
 from surgery.results import json_text
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ def device_loop(
     selection = select(body.model, body.mixers, phase.trainable, phase=name)
     schedule, warmup = phase.schedule, phase.warmup_steps
     return DeviceLoop(
-        Distiller(body, phase.kind),
+        Distiller(body, objective(phase.kind).of(phase)),
         optimizer(selection, phase.rates.memory, phase.rates.host),
         list(selection.trained.values()),
         device,

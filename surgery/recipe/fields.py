@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -19,7 +19,7 @@ LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32,
 TRAINABLE = ("swapped", "swapped-memory", "all")
 
 
-def checked(check: Callable[[Any], Any], remedy: str) -> BeforeValidator:
+def checked(check: Callable[[Any], Any], remedy: str | Callable[[], str]) -> BeforeValidator:
     """A validator whose failures carry ``remedy`` beside the reason that ``check`` raised."""
 
     def validate(value: Any) -> Any:
@@ -29,7 +29,8 @@ def checked(check: Callable[[Any], Any], remedy: str) -> BeforeValidator:
                 return check(value)
             except ValueError as error:
                 problem = str(error)
-        raise PydanticCustomError("recipe", "{problem}", {"problem": problem, "remedy": remedy})
+        words = remedy if isinstance(remedy, str) else remedy()
+        raise PydanticCustomError("recipe", "{problem}", {"problem": problem, "remedy": words})
 
     return BeforeValidator(validate)
 
@@ -171,7 +172,12 @@ def _pair(value: Any) -> tuple[float, float]:
 
 
 def one_of(*allowed: str) -> BeforeValidator:
-    return checked(lambda value: choose(value, allowed), f"write one of {', '.join(allowed)}")
+    return named_in(allowed)
+
+
+def named_in(names: Collection[str]) -> BeforeValidator:
+    """One of a collection that may grow."""
+    return checked(lambda value: choose(value, names), lambda: f"write one of {', '.join(names)}")
 
 
 _SIZE_REMEDY = "write a whole number or a size such as 2k, 300M or 1.5B"

@@ -31,11 +31,12 @@ from surgery.recipe.fields import (
     Trainable,
     Unit,
     Warmup,
+    named_in,
     one_of,
 )
+from surgery.recipe.kinds import KINDS
 
 RULES = ("palimpsa", "bayesian", "host")
-KINDS = ("hidden", "logits", "next-token", "instruct")
 METRICS = ("mean", "log-mean", "median")
 BUNDLED_MODELS = "bundled:"
 # what the errors' locations call the members of a union
@@ -179,7 +180,7 @@ class Phase(Section):
     """One stage of adaptation."""
 
     name: Name | None = None
-    kind: Annotated[Literal[KINDS], one_of(*KINDS)]
+    kind: Annotated[str, named_in(KINDS)]
     tokens: Count | None = None
     steps: Count | None = None
     context: Count = 2048

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from surgery.recipe.document import KeyPath
+from surgery.recipe.kinds import kinds_with, objective, phase_options
 from surgery.recipe.schema import OPTIONS_OF, LayerChoice, Memory, Phase, Recipe
 from surgery.recipe.sizes import format_count
 
@@ -23,7 +24,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for index, phase in enumerate(recipe.phases):
         for path, problem, remedy in _phase(recipe, phase, taught):
             yield ("phases", index, *path), problem, remedy
-        taught = taught or phase.kind in ("next-token", "instruct")
+        taught = taught or not objective(phase.kind).teaches
     yield from _names(recipe)
     yield from _data(recipe)
     asked: set[int] = set()
@@ -92,18 +93,20 @@ def _phase(recipe: Recipe, phase: Phase, taught: bool) -> Iterator[Problem]:
     elif phase.warmup_steps >= phase.total_steps and phase.warmup_steps > 0:
         problem = f"{phase.warmup_steps} steps of warm-up do not fit in a phase of {phase.total_steps} steps"
         yield ("warmup",), problem, "use fewer, or a fraction such as 0.1"
-    for option in ("temperature", "boundary_weight"):
-        if phase.kind != "logits" and option in phase.model_fields_set:
-            yield (option,), f"means nothing in a phase of kind {phase.kind}", "remove it, or use kind: logits"
-    if phase.kind == "hidden" and phase.trainable == "all":
-        problem = "hidden-state matching reaches the swapped mixers only"
+    kind = objective(phase.kind)
+    for option in phase_options():
+        if option not in kind.options and option in phase.model_fields_set:
+            remedy = f"remove it, or use kind: {' or '.join(kinds_with(option))}"
+            yield (option,), f"means nothing in a phase of kind {phase.kind}", remedy
+    if kind.mixers_only and phase.trainable == "all":
+        problem = f"the loss of a {phase.kind} phase reaches the swapped mixers only"
         yield ("trainable",), problem, "use swapped or swapped-memory"
     if host and phase.trainable == "swapped-memory":
         problem = "rule host adds no parameters, so nothing would be trained"
         yield ("trainable",), problem, "use trainable: swapped"
     if host and phase.dose is not None:
         yield ("dose",), "rule host has no dose: it is the host's rule already", "remove it"
-    if host and (phase.kind == "hidden" or (phase.kind == "logits" and not taught)):
+    if host and (kind.mixers_only or (kind.teaches and not taught)):
         problem = f"with rule host the student computes what its teacher does, so {phase.kind} has nothing to teach"
         yield ("kind",), problem, "use next-token"
 
@@ -128,6 +131,6 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
         if source is None:
             problem = f"no data: {recipe.model} is not bundled, so its text must be named"
             yield ("phases", index), problem, "add data: PATH here, or once at the top for every phase"
-        elif phase.kind == "instruct" and source == "bundled":
+        elif objective(phase.kind).content == "instruct" and source == "bundled":
             at = ("phases", index, "data") if phase.data else ("phases", index)
             yield at, "the bundled text holds no questions and answers", "add data: with an instruction dataset"

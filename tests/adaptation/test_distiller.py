@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from surgery.adaptation import teaching
-from surgery.adaptation.distiller import KINDS, Distiller
+from surgery.adaptation.distiller import Distiller
 from surgery.adaptation.losses import IGNORED
 from surgery.adaptation.teaching import Side
 from surgery.hosts import adapter_for, load_model
+from surgery.recipe.kinds import KINDS, objective
 
 FAMILIES = [("mamba2", "palimpsa"), ("gated_deltanet", "bayesian")]
 
@@ -33,7 +34,8 @@ def batch_of(rows=4, tokens=24, masked=False):
 def distiller_of(body, base, kind, **options):
     if kind in ("hidden", "logits"):
         body.seat(teachers=teaching.teacher_mixers(body, base))
-    return Distiller(body, kind, **options)
+    teacher = options.pop("teacher", None)
+    return Distiller(body, objective(kind)(**options), teacher=teacher)
 
 
 def whole(distiller, batch):
@@ -107,7 +109,7 @@ def test_logits_is_kl_plus_the_boundaries(make_body, family, rule):
     assert min(kl, *parts) > 1e-5
     torch.testing.assert_close(out["terms"], torch.stack([kl, *parts]).detach(), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(out["loss"], kl + 0.3 * sum(parts), rtol=1e-4, atol=1e-7)
-    assert distiller.weighted(out["terms"].tolist()) == pytest.approx(out["loss"].item(), rel=1e-5)
+    assert distiller.objective.weighted(out["terms"].tolist()) == pytest.approx(out["loss"].item(), rel=1e-5)
 
 
 def test_next_token_scores_what_follows(make_body):
@@ -182,7 +184,7 @@ def test_a_second_model_teaches_the_same(make_body, kind):
     apart = teaching.teacher_model(base, [0, 2], "cpu")
     if kind == "hidden":
         apart.seat(students={layer: body.model.get_submodule(name) for layer, name in body.mixers.items()})
-    one = whole(Distiller(body, kind, teacher=apart), batch)["loss"]
+    one = whole(Distiller(body, objective(kind)(), teacher=apart), batch)["loss"]
     torch.testing.assert_close(one, whole(distiller_of(body, base, kind), batch)["loss"], rtol=1e-6, atol=1e-9)
 
 
@@ -193,7 +195,7 @@ def test_a_hidden_student_is_taught_by_the_base_after_shared_weights_moved(make_
     students = {layer: body.model.get_submodule(name) for layer, name in body.mixers.items()}
     apart = teaching.teacher_model(base, [0, 2], "cpu")
     apart.seat(students=students)
-    distiller = Distiller(body, "hidden", teacher=apart)
+    distiller = Distiller(body, objective("hidden")(), teacher=apart)
     before = whole(distiller, batch)["loss"].item()
     with torch.no_grad():
         body.model.get_input_embeddings().weight.mul_(1.5)
@@ -221,7 +223,7 @@ def test_a_trained_head_gets_its_gradient(make_body):
     apart = teaching.teacher_model(base, [0, 2], "cpu")
     batch = batch_of()
     head = body.model.lm_head.weight
-    loss = whole(Distiller(body, "logits", teacher=apart, boundary_weight=0.0), batch)["loss"]
+    loss = whole(Distiller(body, objective("logits")(boundary_weight=0.0), teacher=apart), batch)["loss"]
     (found,) = torch.autograd.grad(loss, head)
     call = {"reset": batch["reset"], "use_cache": False}
     teacher = apart.model(batch["input_ids"], **call).logits.softmax(-1)

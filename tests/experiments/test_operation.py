@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from surgery.adaptation.distiller import Distiller
+from surgery.adaptation.objectives.tokens import NextToken
 from surgery.adaptation.parameters import optimizer, select
 from surgery.adaptation.schedules import batch_shape, learning_rate_factor
 from surgery.adaptation.teaching import body_of
@@ -243,7 +244,7 @@ def test_the_loop_does_the_steps_of_a_phase(hosted, tmp_path, arm, monkeypatch):
         return learning_rate_factor(step, steps, phase.warmup_steps, phase.schedule)
 
     trainer = PhaseTrainer(
-        Distiller(bodies[1], "next-token"), settings, phase="trainer", selection=selection, data=Items(),
+        Distiller(bodies[1], NextToken()), settings, phase="trainer", selection=selection, data=Items(),
         optimizer=adam, factor=factor, dose=dose, memories=memories[1], shape=shape, layer_of=str, watcher=Losses(),
     )  # fmt: skip
     trainer.train()
