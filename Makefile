@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all fuzz lint clean
+.PHONY: help demo test test-all fuzz nightly lint clean
 help:
 	@echo "make demo      run the main job on the bundled model (CPU, minutes)"
 	@echo "make test      the test suite (2 cores, under 10 minutes)"
 	@echo "make test-all  the slow tests too"
 	@echo "make fuzz      12,000 broken recipes, checkpoints, data files and runs (SEED=0, minutes)"
+	@echo "make nightly   all of them, from seeds that no run had before"
 	@echo "make lint      ruff"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -30,6 +31,9 @@ test-all: $(VENV)/.installed
 SEED ?= 0
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzz/fuzz.py --seed $(SEED)
+
+nightly: $(VENV)/.installed
+	SURGERY_TEST_SEED=fresh $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu'
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
