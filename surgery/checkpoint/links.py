@@ -9,6 +9,14 @@ from surgery.errors import UsageError
 FOLDERS = ("additional_chat_templates",)  # what is read of a base lies beside its config.json, or in these
 
 
+def inside(directory: Path) -> list[Path]:
+    """The places where the files of a downloaded directory may lie: itself, and of a snapshot in a hub's cache the
+    ``blobs`` of the same repository."""
+    resolved = directory.resolve()
+    blobs = [resolved.parent.parent / "blobs"] if resolved.parent.name == "snapshots" else []
+    return [resolved, *blobs]
+
+
 def check_links(directory: Path) -> None:
     """Check every file of a checkpoint directory that is a link.
 
@@ -18,10 +26,7 @@ def check_links(directory: Path) -> None:
     Raises:
         UsageError: a link leads elsewhere.
     """
-    inside = directory.resolve()
-    allowed = [inside]
-    if inside.parent.name == "snapshots":
-        allowed.append(inside.parent.parent / "blobs")
+    allowed = inside(directory)
     folders = [directory, *(directory / name for name in FOLDERS if (directory / name).is_dir())]
     for path in (path for folder in folders for path in folder.iterdir() if path.is_symlink()):
         try:
