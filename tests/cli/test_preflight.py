@@ -72,6 +72,14 @@ REFUSED = {
     "beyond every float": (
         HEAD.replace("palimpsa", "palimpsa, b_scale: [1, 1e999]"), ["3: memory.b_scale"], ["1e999", "finite"]),
     "zero in float32": (phase("learning_rate: 1e-50"), ["7: phases[0].learning_rate"], ["zero in float32"]),
+    "beyond every weight": (
+        HEAD.replace("palimpsa", "palimpsa, b_scale: [0, 1e7]"), ["3: memory.b_scale"], ["beyond 1,000,000"]),
+    "a rate beyond every weight": (phase("learning_rate: 1e30"), ["7: phases[0].learning_rate"], ["beyond 1,000,000"]),
+    "hot": (phase("temperature: 1e30").replace("next-token", "logits"), ["7: phases[0].temperature"], ["beyond"]),
+    "cold": (phase("temperature: 1e-30").replace("next-token", "logits"), ["7: phases[0].temperature"], ["overflow"]),
+    "a weight alone": (
+        phase("boundary_weight: 1e30").replace("next-token", "logits"), ["7: phases[0].boundary_weight"], ["beyond"]),
+    "a step too long": (HEAD + PHASE.replace("batch: 64", "batch: 2B"), ["7: phases[0].batch"], ["one step may read"]),
     "NaN option": (
         HEAD.replace("palimpsa", "bayesian, retention: .nan"), ["3: memory.retention"], ["not a finite number"]),
     "rank": (HEAD.replace("palimpsa", "palimpsa, rank: 1M"), ["3: memory.rank"], ["width of 16"]),
