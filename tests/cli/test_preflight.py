@@ -119,6 +119,23 @@ def test_distill_refuses_the_same_in_the_same_words_before_it_writes(name, surge
     assert not (here / "run" / "applied").exists()
 
 
+def test_every_needle_that_distill_will_ask_for_is_drawn_before(surgery, write_recipe, here, monkeypatch):
+    from surgery.errors import UsageError
+    from surgery.evaluation.recall import Haystack
+
+    drawn, prompt = [], Haystack.prompt
+
+    def fails_late(self, rng, length, depth, *rest):
+        drawn.append(depth)
+        if depth == 1.0 and drawn.count(1.0) == 5:
+            raise UsageError("found no prompt")
+        return prompt(self, rng, length, depth, *rest)
+
+    monkeypatch.setattr(Haystack, "prompt", fails_late)
+    result = surgery("validate", write_recipe(HEAD + PHASE))
+    assert result.code == 2 and "5: evaluation.recall.lengths[0]: found no prompt" in result.err, result.err
+
+
 def test_what_validate_passes_apply_accepts(write_recipe, here):
     """Recipes drawn from good and bad values; the property holds for each."""
     from surgery.operation import apply
