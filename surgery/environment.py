@@ -18,7 +18,8 @@ from surgery.errors import UsageError
 
 OVERRIDDEN = (
     "ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "FP8_", "DEEPSPEED_", "XLA_USE_BF16",
-    "XLA_DOWNCAST_BF16", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT",
+    "XLA_DOWNCAST_BF16", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_F32_DEFAULT",
 )  # fmt: skip
 # they say how to log and where to run threads, nothing of the result
 HARMLESS = {
@@ -29,8 +30,8 @@ HARMLESS = {
 REFUSED = ("NVIDIA_TF32_OVERRIDE",)
 # left as they are, and written down: libraries' choices of kernels and threads, this project's own switches
 RECORDED = (
-    "ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "FLASH_ATTENTION_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_",
-    "SURGERY_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "USE_HUB_KERNELS",
+    "ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "DNNL_", "FLASH_ATTENTION_", "KMP_", "MKL_", "NCCL_", "OMP_", "ONEDNN_",
+    "PYTORCH_", "SURGERY_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "USE_HUB_KERNELS",
 )  # fmt: skip
 UNRECORDED = ("KEY", "PASSWORD", "SECRET", "TOKEN", "_DIR", "_HOME", "_PATH")  # secrets, and places of caches
 LAUNCHED = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from surgery.data.sources import sources
 from surgery.data.texts import Text, load_text
 from surgery.data.tokens import encode, require_context
 from surgery.evaluation.loading import Located, load
-from surgery.evaluation.recall import Haystack
+from surgery.evaluation.recall import DEPTHS, Haystack
 from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
 from surgery.recipe import Recipe, shipped
 from surgery.results import json_text
@@ -45,7 +44,7 @@ def check(recipe: Recipe, tokenizer: Any, progress: checking.Progress | None = N
         haystack = Haystack(text.text, tokenizer)
     for index, length in enumerate(recipe.evaluation.recall.lengths):
         with recipe.at(("evaluation", "recall", "lengths", index)):
-            haystack.prompt(random.Random(0), length, 0.5, "numbers")
+            haystack.prompts([length], DEPTHS, SAMPLES, recipe.seed)
 
 
 def figures(

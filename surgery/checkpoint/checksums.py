@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from surgery.checkpoint.staging import write_atomic
@@ -84,16 +85,25 @@ def read_checksums(directory: Path) -> Checksums | None:
     if not isinstance(value, dict):
         raise ValueError("it holds no list of files")
     if value and all(type(size) is int for size in value.values()):  # of the version before
+        _require_inside(value)
         return Checksums({name: (size, None) for name, size in value.items()})
     files = value.pop("files", None)
     if not isinstance(files, dict):
         raise ValueError("it holds no list of files")
+    _require_inside(files)
     found: dict[str, tuple[int, str | None]] = {}
     for name, row in files.items():
         if not isinstance(row, dict) or type(row.get("bytes")) is not int or not isinstance(row.get("sha256"), str):
             raise ValueError(f"it says no bytes and sha256 of {name}")
         found[name] = (row["bytes"], row["sha256"])
     return Checksums(found, value)
+
+
+def _require_inside(names: Iterable[str]) -> None:
+    """Names lead to files of the directory, and to no device whose bytes never end."""
+    for name in names:
+        if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names {name[:80]!r}, which is no file of this directory")
 
 
 def about(directory: Path) -> dict[str, Any]:
@@ -143,11 +153,14 @@ def damage(directory: Path, *, sizes_only: bool = False) -> list[str]:
     found: dict[str, str] = {}
     for name, (size, _) in checksums.files.items():
         try:
-            now = (directory / name).stat().st_size
+            status = (directory / name).stat()
         except OSError:
             found[name] = f"{name} is missing"
         else:
-            if now != size:
+            now = status.st_size
+            if not S_ISREG(status.st_mode):
+                found[name] = f"{name} is no regular file"
+            elif now != size:
                 found[name] = f"{name} holds {now:,} bytes and was written with {size:,}"
     if not sizes_only:
         for name in _names(directory):

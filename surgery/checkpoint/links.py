@@ -9,21 +9,30 @@ from surgery.errors import UsageError
 FOLDERS = ("additional_chat_templates",)  # what is read of a base lies beside its config.json, or in these
 
 
+def inside(directory: Path) -> list[Path]:
+    """The places where the files of a downloaded directory may lie: itself, and of a snapshot in a hub's cache the
+    ``blobs`` of the same repository."""
+    resolved = directory.resolve()
+    blobs = [resolved.parent.parent / "blobs"] if resolved.parent.name == "snapshots" else []
+    return [resolved, *blobs]
+
+
 def check_links(directory: Path) -> None:
-    """Check every file of a checkpoint directory that is a link.
+    """Check every file of a checkpoint directory: that it is one, and where it leads if it is a link.
 
     A link may lead to another file of the directory, and in a hub's cache from ``snapshots/REVISION/FILE`` to
     ``blobs/HASH`` of the same repository. The directory itself may be a link: the user named it.
 
     Raises:
-        UsageError: a link leads elsewhere.
+        UsageError: a link leads elsewhere, or a pipe or a device lies there.
     """
-    inside = directory.resolve()
-    allowed = [inside]
-    if inside.parent.name == "snapshots":
-        allowed.append(inside.parent.parent / "blobs")
+    allowed = inside(directory)
     folders = [directory, *(directory / name for name in FOLDERS if (directory / name).is_dir())]
-    for path in (path for folder in folders for path in folder.iterdir() if path.is_symlink()):
+    for path in (path for folder in folders for path in folder.iterdir()):
+        if not path.is_symlink():
+            if not path.is_file() and not path.is_dir():  # reading a pipe or a device may never end
+                raise UsageError(f"{path}: is neither a file nor a directory\n  remove it")
+            continue
         try:
             target = path.resolve()
         except (OSError, RuntimeError):  # a circle

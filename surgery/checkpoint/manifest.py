@@ -37,7 +37,7 @@ class InputRecord(_Record):
 class PhaseRecord(_Record):
     """One phase: where it stands, what was measured at its end, and the data it reads."""
 
-    name: str
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")  # of a folder in the run, and of none elsewhere
     kind: str
     status: Literal["pending", "running", "finished"] = "pending"
     steps: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -35,21 +36,33 @@ def pieces(record: Mapping[str, Any], place: str, tokenizer: Any = None, column:
         UsageError: another form, a field that is not text, no answer, or a conversation that the template refuses.
     """
     found = conversation(record, place, column)
+    token = getattr(tokenizer, "eos_token", None)
+    for number in found.answers:  # some data sets write the end themselves
+        message = found.messages[number]
+        if message["content"].strip() and not _unended(message["content"], token) and not message.get("tool_calls"):
+            raise UsageError(f"{place}: an answer holds nothing but {token}; drop the record")
     if getattr(tokenizer, "chat_template", None):
         return _templated(found, place, tokenizer)
     if found.plain is not None:
         prompt, answer = found.plain
-        return [Piece(clean(prompt), False), Piece(clean(answer), True)]
-    end = getattr(tokenizer, "eos_token", None) or "\n\n"
+        return [Piece(clean(prompt), False), Piece(clean(_unended(answer, token)), True)]
+    end = token or "\n\n"
     parts = []
     for number, message in enumerate(found.messages):
         answer = number in found.answers
-        content = message["content"]
+        content = _unended(message["content"], token) if answer else message["content"]
         if calls := message.get("tool_calls"):
             content = "\n".join(filter(None, [content, *(json.dumps(call, ensure_ascii=False) for call in calls)]))
         parts.append(Piece(f"{message['role'].capitalize()}:\n", False))
         parts.append(Piece(clean(content) + (end if answer else "\n\n"), answer))
     return parts
+
+
+def _unended(text: str, token: str | None) -> str:
+    """A text without the end tokens that it closes with, and the white space behind each."""
+    while token and text.rstrip().endswith(token):
+        text = text.rstrip().removesuffix(token)
+    return text
 
 
 def special_texts(tokenizer: Any) -> list[str]:
@@ -91,10 +104,40 @@ def _templated(found: Conversation, place: str, tokenizer: Any) -> list[Piece]:
                 "answer cannot be told apart\n  drop the record, or give prompt and answer instead"
             )
         start, stop = span[0], _end_of(whole, *span, specials)
-        parts += [Piece(whole[at:start], False), Piece(whole[start:stop], True)]
+        _require_all(messages, number, whole, start, stop, render, place)
+        answer = _ended_once(whole[start:stop], tokenizer.eos_token, specials)
+        parts += [Piece(whole[at:start], False), Piece(answer, True)]
         at = stop
     parts.append(Piece(whole[at:], False))
     return [piece for piece in parts if piece.text]
+
+
+def _require_all(
+    messages: list[Message], number: int, whole: str, start: int, stop: int, render: Any, place: str
+) -> None:
+    """Refuse an answer of which the template leaves out the tool calls, or all.
+
+    Raises:
+        UsageError: what is left would be learnt as the answer.
+    """
+    shown, message = whole[start:stop], messages[number]
+    names = [call.get("function", call).get("name") for call in message.get("tool_calls") or ()]
+    missing = [name for name in names if isinstance(name, str) and name not in shown]
+    silent = not names and message["content"].strip() not in shown and not _by_change(messages, number, whole, render)
+    if missing or silent:
+        what = f"the tool call {missing[0]!r} in messages[{number}]" if missing else f"messages[{number}]"
+        raise UsageError(
+            f"{place}: the chat template leaves out {what}\n"
+            "  drop the record, or give the tokenizer a template that writes it"
+        )
+
+
+def _ended_once(answer: str, end: str | None, specials: list[str]) -> str:
+    """An answer without the end tokens that stand before the one by which the template closes it."""
+    last = next((special for special in specials if answer.endswith(special)), None)
+    if not end or last is None:
+        return answer
+    return re.sub(rf"(?:{re.escape(end)}\s*)+$", "", answer.removesuffix(last)) + last
 
 
 def _by_prompt(messages: list[Message], number: int, whole: str, render: Any) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], Any]  # stage, bytes done, bytes in all
 
 STAGE = "reading the data"
 EARLY_RECORDS = 32  # of a hub's stream that are read before the first step; the others are checked as they are read
-VERSION = 1  # of the checks: another finds again what an earlier one passed
+VERSION = 2  # of the checks: another finds again what an earlier one passed
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,12 @@ SPEAKERS = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 
+# of a speaker named as a role; the others stay as they are, for the chat template
+ROLES = {name: role for name, role in SPEAKERS.items() if role in ("user", "system")}
+ROLES |= dict.fromkeys(("gpt", "assistant", "bot", "chatgpt", "model"), "assistant")
+
+BESIDE_CONTENT = ("tool_calls", "reasoning_content")  # what an answer may say instead
+
 Message = dict[str, Any]
 
 
@@ -58,6 +64,7 @@ def conversation(record: Mapping[str, Any], place: str, column: str | None = Non
     Raises:
         UsageError: another form, a field that is not text, no answer.
     """
+    whole = record
     record = {key: value for key, value in record.items() if value is not None}  # tables fill up with nulls
     tools = _tools(record, place)
     if column is not None:
@@ -84,14 +91,15 @@ def conversation(record: Mapping[str, Any], place: str, column: str | None = Non
         prompt = question = _text(record, "prompt", place)
     else:
         raise UsageError(
-            f"{place}: found the fields {shown_fields(record)}; a record holds {FORMS}\n"
-            "  name the field that holds the messages, as {path: ..., column: FIELD}"
+            f"{place}: found the fields {shown_fields(record or whole)}{'' if record else ', all null'}; "
+            f"a record holds {FORMS}\n"
+            "  name the field that holds the messages, as {path: ..., column: FIELD}, or rename the fields"
         )
     key = next((key for key in ANSWER_KEYS if key in record), None)
     if key is None:
         raise UsageError(f"{place}: no answer; a record holds {FORMS}")
     answer = _text(record, key, place)
-    if not answer:
+    if not answer.strip():
         raise UsageError(f"{place}: the answer under {key!r} is empty; drop the record")
     system = [{"role": "system", "content": record["system"]}] if isinstance(record.get("system"), str) else []
     messages = [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -108,7 +116,11 @@ def _listed(record: Mapping[str, Any], key: str, place: str, tools: Any) -> Conv
 def _answered(messages: list[Message], place: str, key: str, tools: Any, first: int = 0) -> Conversation:
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant" and number >= first]
     if not answers:
-        raise UsageError(f"{place}: {key} holds no assistant turn, so nothing to learn")
+        roles = shown_fields(dict.fromkeys(message["role"] for message in messages))
+        raise UsageError(f"{place}: {key} holds no assistant turn, so nothing to learn; its roles are {roles}")
+    for number in answers:
+        if not any(str(messages[number].get(part) or "").strip() for part in ("content", *BESIDE_CONTENT)):
+            raise UsageError(f"{place}: the assistant's turn {key}[{number - first}] is empty; drop the record")
     return Conversation(messages, answers, tools)
 
 
@@ -118,7 +130,17 @@ def _messages(value: Any, key: str, place: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else shown_kind(value)
         raise UsageError(f"{place}: {key} is {found}, not a list of {{role, content}}")
-    return [_message(item, f"{key}[{number}]", place) for number, item in enumerate(value)]
+    found = [_message(item, f"{key}[{number}]", place) for number, item in enumerate(value) if not _is_unsaid(item)]
+    if not found:
+        raise UsageError(f"{place}: {key} holds no message but an empty system one; drop the record")
+    return found
+
+
+def _is_unsaid(item: Any) -> bool:
+    """Whether a message is a system prompt of null, which stands for none."""
+    if not isinstance(item, Mapping) or item.get("role", item.get("from")) != "system":
+        return False
+    return item.get("content") is None and item.get("value") is None
 
 
 def _message(item: Any, where: str, place: str) -> Message:
@@ -134,6 +156,7 @@ def _message(item: Any, where: str, place: str) -> Message:
         message["content"] = message.pop("value")
     if not isinstance(message.get("role"), str):
         raise UsageError(f"{place}: {where} holds {shown_fields(item)}, which is not {{role, content}}")
+    message["role"] = ROLES.get(message["role"].lower(), message["role"])
     calls = message.get("tool_calls") or None
     message.pop("tool_calls", None)
     if calls is not None:
@@ -183,10 +206,10 @@ def _calls(value: Any, where: str, place: str) -> list[Any]:
 
 
 def _tools(record: Mapping[str, Any], place: str) -> Any:
-    tools = _parsed(record.get("tools"))
+    tools = _parsed(record.get("tools")) or None
     if tools is not None and not isinstance(tools, list):
         raise UsageError(f"{place}: tools is {shown_kind(tools)}, not a list of descriptions")
-    return tools or None
+    return tools
 
 
 def _parsed(value: Any) -> Any:
@@ -201,6 +224,5 @@ def _parsed(value: Any) -> Any:
 def _text(record: Mapping[str, Any], key: str, place: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        found = "null" if value is None else type(value).__name__
-        raise UsageError(f"{place}: {key!r} is {found}, not text")
+        raise UsageError(f"{place}: {key!r} is {shown_kind(value)}, not text")
     return value

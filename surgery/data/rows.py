@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from surgery.data.forms import Form, form_of
-from surgery.data.streams import Told, head_of, read_lines, read_whole
+from surgery.data.streams import MARK, Told, head_of, read_lines, read_whole
 from surgery.errors import UsageError
 
 Row = dict[str, Any]
 
 LIST_FIELDS = "a .json file holds a list of records, one record a line, or one object with one list of records"
+SEPARATORS = {"csv": ",", "tsv": "\t"}
+LONGEST_CELL = 1 << 30  # characters; Python's own limit is 2^17
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -41,6 +44,8 @@ def file_rows(path: Path, told: Told | None = None) -> Iterator[Row]:
         yield from _json_lines(path, told)
     elif kind == "json":
         yield from _json(path, told)
+    elif kind in SEPARATORS:
+        yield from _cells(path, kind, told)
     else:
         from surgery.data.tables import table_rows
 
@@ -77,10 +82,9 @@ def text_of(row: Mapping[str, Any], column: str, place: str) -> str:
             f"{place} has no text under {column!r}, only {fields}\n  {_name_the_field(row)}"
         ) from None
     if isinstance(value, str):
-        return value
-    found = "null" if value is None else "a mapping" if isinstance(value, Mapping) else type(value).__name__
-    remedy = _name_the_field(row) if _text_fields(row) else "drop the record"
-    raise UsageError(f"{place}: {column!r} is {found}, not text\n  {remedy}")
+        return value.lstrip(MARK)
+    remedy = _name_the_field(row) if _text_fields(row) else "drop the record, or write the field as text"
+    raise UsageError(f"{place}: {column!r} is {shown_kind(value)}, not text\n  {remedy}")
 
 
 def clean(text: str) -> str:
@@ -100,9 +104,10 @@ def clean_values(value: Any) -> Any:
 
 
 def shown_kind(value: Any) -> str:
-    """A JSON value's kind, in words."""
-    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    """A value's kind, in words."""
+    names: dict[type, str] = {dict: "an object", list: "a list", str: "a text", bytes: "bytes"}
+    names |= {bool: "true or false", type(None): "null"}
+    return names.get(type(value)) or ("a number" if isinstance(value, (int, float)) else "a value of another kind")
 
 
 def shown_fields(names: Iterable[Any]) -> str:
@@ -138,10 +143,46 @@ def _parse(text: str, place: str, remedy: str) -> Any:
     return clean_values(value) if "\\ud" in text or "\\uD" in text else value
 
 
+def _cells(path: Path, form: Form, told: Told | None) -> Iterator[Row]:
+    """The rows of a CSV or TSV file. Cells are text as they stand: NA is no null, 007 no number."""
+    csv.field_size_limit(LONGEST_CELL)
+    separator = SEPARATORS[form]
+    reader = csv.reader(read_lines(path, told), delimiter=separator, strict=True)
+    header: list[str] | None = None
+    try:
+        for cells in reader:
+            if not cells:  # an empty line
+                continue
+            if header is None:
+                header = _header(path, cells)
+            elif len(cells) == len(header):
+                yield dict(zip(header, cells, strict=True))
+            else:
+                raise UsageError(
+                    f"{path}, line {reader.line_num}: cannot be read as {form}: holds {len(cells)} cells, and the "
+                    f"header names {len(header)}\n  put a text that holds {separator!r} in double quotes"
+                )
+    except csv.Error as error:
+        raise UsageError(
+            f"{path}, line {reader.line_num}: cannot be read as {form}: {error}\n"
+            "  a cell in double quotes ends with one, and doubles those inside"
+        ) from None
+    if header is None:
+        raise UsageError(f"{path}: has no header; its first line names the columns")
+
+
+def _header(path: Path, cells: list[str]) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    if not any(names):
+        raise UsageError(f"{path}: has no header; its first line names the columns")
+    if doubled := sorted({name for name in names if name and names.count(name) > 1}):
+        raise UsageError(f"{path}: two columns are called {doubled[0]!r}; rename one")
+    return names
+
+
 def _json_lines(path: Path, told: Told | None) -> Iterator[Row]:
     remedy = "each line holds one object"
     for number, line in enumerate(read_lines(path, told), 1):
-        line = line.lstrip("\ufeff")  # files with marks joined one after the other
         if not line.strip():
             continue
         row = _parse(line, f"{path}, line {number}", remedy)

@@ -233,7 +233,9 @@ def _directory_files(directory: Path, options: Mapping[str, str]) -> list[Path]:
     if tables.is_saved(directory):
         return tables.saved_files(directory, split)
     if tables.is_repository(directory):
-        return tables.repository_files(directory, config, split)
+        listed = tables.repository_files(directory, config, split)
+        if listed is not None:
+            return [path for path in listed if not _is_about(path)] or listed
     if config is not None:
         raise UsageError(f"{directory}: has no card that names configurations; leave out config: {config}")
     every = sorted(path for path in directory.rglob("*") if path.is_file() and not _hidden(path, directory))
@@ -241,11 +243,15 @@ def _directory_files(directory: Path, options: Mapping[str, str]) -> list[Path]:
         refuse_by_name(refused[0])
     files = [path for path in every if is_data(path) and path.name not in _DESCRIPTIONS]
     # what is about the other files is read only where it stands alone, and a data set's card never
-    texts = [path for path in files if path.name.lower().split(".")[0] not in _ABOUT]
+    texts = [path for path in files if not _is_about(path)]
     files = texts if texts or tables.has_card(directory) else files
     if not files:
         raise UsageError(f"{directory}: a directory without a data file{_instead(every)}\n  {READ}")
     return _of_split(directory, files, split)
+
+
+def _is_about(path: Path) -> bool:
+    return path.name.lower().split(".")[0] in _ABOUT
 
 
 def _hidden(path: Path, directory: Path) -> bool:

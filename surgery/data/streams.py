@@ -17,6 +17,7 @@ from surgery.errors import UsageError
 
 Told = Callable[[int], object]  # called with the bytes of the file, as it lies on the disk, that were read so far
 
+MARK = "\ufeff"
 _READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 _TELL_EVERY = 512  # lines
 
@@ -72,17 +73,20 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path, told: Told | None = None, longest: int = -1) -> Iterator[str]:
-    """A file's lines with their ends as they are, without a byte order mark; a line longer than ``longest`` characters
-    comes in parts.
+    """A file's lines with their ends as they are, without byte order marks, which stand within where files were joined;
+    a line longer than ``longest`` characters comes in parts.
 
     Raises:
         UsageError: it cannot be read, or is not UTF-8.
     """
     with open_bytes(path) as (stream, raw), reading(path):
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-        count = 0
+        text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+        count, begins = 0, True
         while line := text.readline(longest):
-            yield line
+            kept = line.lstrip(MARK) if begins else line
+            if kept:
+                yield kept
+            begins = line.endswith(("\n", "\r"))
             count += 1
             if told is not None and (count % _TELL_EVERY == 0 or len(line) > HEAD):
                 told(raw.tell())
@@ -96,7 +100,7 @@ def read_whole(path: Path) -> str:
         UsageError: it cannot be read, or is not UTF-8.
     """
     with open_bytes(path) as (stream, _), reading(path):
-        return stream.read().decode("utf-8-sig")
+        return stream.read().decode("utf-8").lstrip(MARK)
 
 
 def _undecodable(path: Path) -> str:

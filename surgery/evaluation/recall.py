@@ -34,7 +34,8 @@ TOLERANCE = 0.1  # of the text: how far from its depth a needle may stand for th
 BATCH_BYTES = 2**28  # logits of one forward pass stay under this
 BATCH_TOKENS = 2**15  # tokens of one forward pass
 ATTEMPTS = 50  # to find a prompt of exactly so many tokens
-WHITE = ("\n", " ", "\n\n", " \n", "\n \n")
+SLACK = 10  # tokens at most that an attempt leaves to what comes behind the needles, for pieces that join badly
+WHITE = ("\n", " ", "\n\n", " \n", "\n \n", "\n\n\n", "\n \n \n", "\t", "\n\t\n", "\t \n \t")
 
 
 def draw_words(rng: random.Random) -> str:
@@ -158,10 +159,11 @@ class Haystack:
                 "or smaller lengths"
             )
         starts = [0, *self.places.best[: bisect.bisect_right(self.places.best, len(self.tokens) - length)]]
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             start = rng.choice(starts)
             depths = [depth] + [rng.random() for _ in others]
-            places = [self._nearest(start, room, goal, tolerance) for goal in depths]
+            short = max(1, room - attempt % (SLACK + 1))
+            places = [self._nearest(start, short, goal, tolerance) for goal in depths]
             body, at, asked, set_off = "", start, 0, 0
             for place, index in sorted((place, index) for index, place in enumerate(places)):
                 body += self.text[self.cuts[at] : self.cuts[place]]
@@ -180,6 +182,30 @@ class Haystack:
                 tokens = [*self.begin, *filled.ids.tolist()]
                 return Prompt(length, depth, min(1.0, reached), len(self.begin) + before, tokens, values)
         raise UsageError(f"needle recall: found no prompt of exactly {length} tokens in this text; try another")
+
+    def prompts(
+        self,
+        lengths: Sequence[int],
+        depths: Sequence[float],
+        samples: int,
+        seed: int,
+        kind: str = "numbers",
+        candidates: int = 10,
+        needles: int = 1,
+    ) -> list[Prompt]:
+        """Every prompt of a measurement; see :func:`needle_recall`.
+
+        Raises:
+            UsageError: as :meth:`prompt`.
+        """
+        gaps = [b - a for a, b in itertools.pairwise(sorted(depths))]
+        tolerance = min([TOLERANCE, *(gap / 4 for gap in gaps)])
+
+        def one(length: int, depth: float, index: int) -> Prompt:
+            rng = random.Random(f"{seed}/{length}/{depth}/{index}")
+            return self.prompt(rng, length, depth, kind, candidates, needles, tolerance)
+
+        return [one(length, depth, index) for length in lengths for depth in depths for index in range(samples)]
 
     def _filled(self, front: str, tail: str, at: int, goal: int) -> Spans | None:
         """Tokens of a prompt, exactly ``goal`` with those that begin a text, between whose ``front`` and ``tail`` the
@@ -283,18 +309,8 @@ def needle_recall(
 
     from surgery.memory.modules import device_of
 
-    haystack = Haystack(text, tokenizer)
-    gaps = [b - a for a, b in itertools.pairwise(sorted(depths))]
-    tolerance = min([TOLERANCE, *(gap / 4 for gap in gaps)])
     device = device or device_of(model)
-    prompts = [
-        haystack.prompt(
-            random.Random(f"{seed}/{length}/{depth}/{index}"), length, depth, kind, candidates, needles, tolerance
-        )
-        for length in lengths
-        for depth in depths
-        for index in range(samples)
-    ]
+    prompts = Haystack(text, tokenizer).prompts(lengths, depths, samples, seed, kind, candidates, needles)
     results: dict[int, list[float]] = {}
     training = model.training
     model.eval()

@@ -16,6 +16,7 @@ from surgery.recipe.sizes import parse_bytes, parse_count
 
 SEEDS = 2**63  # torch's generators take no more
 LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32, in which everything is trained
+GREATEST = 1.0e6  # of options, rates and factors: no trained weight reaches it, and its square is a plain number
 TRAINABLE = ("swapped", "swapped-memory", "all")
 
 
@@ -78,6 +79,29 @@ def _positive(value: Any) -> float:
     if (number := _number(value)) <= 0:
         raise ValueError(f"{value} is not above 0")
     return number
+
+
+def _moderate(value: Any) -> float:
+    number = _number(value)
+    if abs(number) > GREATEST:
+        raise ValueError(f"{value} is beyond {GREATEST:,.0f}, where nothing is left to train")
+    return number
+
+
+def _rate(value: Any) -> float:
+    _moderate(value)
+    return _positive(value)
+
+
+def _temperature(value: Any) -> float:
+    if (number := _rate(value)) < 1 / GREATEST:
+        raise ValueError(f"{value} is below {1 / GREATEST:g}, where logits divided by it overflow")
+    return number
+
+
+def _factor(value: Any) -> float:
+    _moderate(value)
+    return _not_negative(value)
 
 
 def _not_negative(value: Any) -> float:
@@ -165,7 +189,7 @@ def _trainable(value: Any) -> str | tuple[str, ...]:
 def _pair(value: Any) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError(f"{value!r} is not a pair of numbers")
-    low, high = _number(value[0]), _number(value[1])
+    low, high = _moderate(value[0]), _moderate(value[1])
     if low > high:
         raise ValueError(f"{low} is above {high}")
     return low, high
@@ -186,9 +210,10 @@ Index = Annotated[int, checked(_index, "write a whole number, 0 or more")]
 Seed = Annotated[int, checked(_seed, f"write a whole number from 0 to {SEEDS - 1:,} (2^63 - 1)".replace(",", " "))]
 Bytes = Annotated[int, checked(lambda value: max(parse_bytes(value), 1), "write a size such as 5GB or 500MB")]
 _RATE_REMEDY = "write a positive number such as 1.0e-3, or {memory: 1.0e-3, host: 1.0e-4}"
-Rate = Annotated[float, checked(_positive, _RATE_REMEDY)]
+Rate = Annotated[float, checked(_rate, _RATE_REMEDY)]
+Temperature = Annotated[float, checked(_temperature, "write a positive number such as 1.0")]
 Positive = Annotated[float, checked(_positive, "write a positive number such as 1.0")]
-NotNegative = Annotated[float, checked(_not_negative, "write a number, 0 or more")]
+Factor = Annotated[float, checked(_factor, "write a number, 0 or more, such as 1.0")]
 Unit = Annotated[float, checked(_unit, "write a number from 0 to 1")]
 Fraction = Annotated[float, checked(_fraction, "write a fraction of the phase such as 0.5")]
 Text = Annotated[str, checked(_text, "write a name or a path")]

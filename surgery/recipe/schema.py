@@ -18,15 +18,16 @@ from surgery.recipe.document import Document, KeyPath, WrittenFloat, WrittenInt,
 from surgery.recipe.fields import (
     Bytes,
     Count,
+    Factor,
     Fraction,
     Index,
     Name,
-    NotNegative,
     Pair,
     Positive,
     Rate,
     Seed,
     Switch,
+    Temperature,
     Text,
     Trainable,
     Unit,
@@ -190,8 +191,8 @@ class Phase(Section):
     warmup: Warmup = 200
     trainable: Trainable = "swapped"
     dose: Dose | None = None
-    temperature: Positive = 1.0  # T of both softmaxes of a logits phase, whose KL is multiplied by T^2
-    boundary_weight: NotNegative = 1.0
+    temperature: Temperature = 1.0  # T of both softmaxes of a logits phase, whose KL is multiplied by T^2
+    boundary_weight: Factor = 1.0
     data: Data = None  # absent
 
     @property

@@ -13,6 +13,7 @@ Problem = tuple[KeyPath, str, str]
 
 MIN_RECALL_LENGTH = 128
 MAX_CONTEXT = 2**24  # tokens of one sequence, which has to fit into memory
+MAX_BATCH = 2**30  # tokens a step
 MAX_TOKENS = 10**15  # of a phase
 
 
@@ -84,7 +85,9 @@ def _phase(recipe: Recipe, phase: Phase, taught: bool) -> Iterator[Problem]:
         key = "tokens" if phase.tokens is not None else "steps"
         problem = f"the phase would read {phase.total_tokens} tokens, and no run reads more than {MAX_TOKENS}"
         yield (key,), problem, "ask for fewer steps or tokens, or a smaller batch"
-    if phase.batch < phase.context:
+    if phase.batch > MAX_BATCH:
+        yield ("batch",), f"{phase.batch} tokens are more than one step may read, {MAX_BATCH}", "use a smaller batch"
+    elif phase.batch < phase.context:
         problem = f"{format_count(phase.batch)} tokens a step hold no sequence of {phase.context} tokens"
         yield ("batch",), problem, f"use {phase.context} or more, or a shorter context"
     if phase.tokens is not None and phase.tokens < phase.context:

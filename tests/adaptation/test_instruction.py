@@ -90,7 +90,7 @@ def test_examples_are_never_cut(tokenizer):
     [
         ({"question": "?"}, "found the fields question"),
         ({"prompt": "?"}, "no answer"),
-        ({"prompt": "?", "answer": 3}, "'answer' is int"),
+        ({"prompt": "?", "answer": 3}, "'answer' is a number"),
         ({"prompt": "?", "answer": ""}, "is empty"),
         ({"messages": []}, "not a list"),
         ({"messages": [{"role": "user", "content": "?"}]}, "no assistant turn"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 
 import pytest
 
 from surgery.checkpoint.links import check_links
+from surgery.errors import UsageError
+from surgery.evaluation.loading import locate
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors", "LICENSE"])
@@ -61,3 +65,32 @@ def test_an_index_that_leads_out(place, base, refused):
 def test_an_adapter_beside_the_weights(base, refused):
     (base / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/else"}')
     refused("adapter_config.json", "an adapter")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "special_tokens_map.json", "model.safetensors", "NOTICE"])
+def test_a_pipe_among_the_files(name, base, refused):
+    (base / name).unlink(missing_ok=True)
+    os.mkfifo(base / name)
+    refused(name, "neither a file nor a directory")
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "../secret", "a/../../secret", ""])
+@pytest.mark.parametrize("hashed", [True, False])
+def test_checksums_of_what_lies_elsewhere(place, hashed, base, refused):
+    (base.parent / "secret").write_text("")
+    entry = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
+    (base / "complete.json").write_text(json.dumps({"files": {place: entry}} if hashed else {place: 0}))
+    refused("complete.json", "no file of this directory", ways=2)
+
+
+def test_a_phase_whose_name_leads_out_of_its_run(base, tmp_path):
+    run = tmp_path / "run"
+    (run / "phases" / "01-a").mkdir(parents=True)
+    shutil.copytree(base, tmp_path / "elsewhere" / "model")
+    manifest = {
+        "schema": 1, "surgery": "0.1.0", "recipe": "r", "base": "base", "layers": [0], "rule": "host", "exact": True,
+        "phases": [{"name": "a/../../../elsewhere", "kind": "next-token", "status": "finished"}],
+    }  # fmt: skip
+    (run / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match=r"run\.json: phases\.0\.name"):
+        locate(str(run))

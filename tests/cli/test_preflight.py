@@ -72,6 +72,14 @@ REFUSED = {
     "beyond every float": (
         HEAD.replace("palimpsa", "palimpsa, b_scale: [1, 1e999]"), ["3: memory.b_scale"], ["1e999", "finite"]),
     "zero in float32": (phase("learning_rate: 1e-50"), ["7: phases[0].learning_rate"], ["zero in float32"]),
+    "beyond every weight": (
+        HEAD.replace("palimpsa", "palimpsa, b_scale: [0, 1e7]"), ["3: memory.b_scale"], ["beyond 1,000,000"]),
+    "a rate beyond every weight": (phase("learning_rate: 1e30"), ["7: phases[0].learning_rate"], ["beyond 1,000,000"]),
+    "hot": (phase("temperature: 1e30").replace("next-token", "logits"), ["7: phases[0].temperature"], ["beyond"]),
+    "cold": (phase("temperature: 1e-30").replace("next-token", "logits"), ["7: phases[0].temperature"], ["overflow"]),
+    "a weight alone": (
+        phase("boundary_weight: 1e30").replace("next-token", "logits"), ["7: phases[0].boundary_weight"], ["beyond"]),
+    "a step too long": (HEAD + PHASE.replace("batch: 64", "batch: 2B"), ["7: phases[0].batch"], ["one step may read"]),
     "NaN option": (
         HEAD.replace("palimpsa", "bayesian, retention: .nan"), ["3: memory.retention"], ["not a finite number"]),
     "rank": (HEAD.replace("palimpsa", "palimpsa, rank: 1M"), ["3: memory.rank"], ["width of 16"]),
@@ -109,6 +117,23 @@ def test_distill_refuses_the_same_in_the_same_words_before_it_writes(name, surge
     result = surgery("distill", path, "--run", here / "run", "--device", "cpu")
     assert result.code == 2 and result.err.endswith(told), result.err
     assert not (here / "run" / "applied").exists()
+
+
+def test_every_needle_that_distill_will_ask_for_is_drawn_before(surgery, write_recipe, here, monkeypatch):
+    from surgery.errors import UsageError
+    from surgery.evaluation.recall import Haystack
+
+    drawn, prompt = [], Haystack.prompt
+
+    def fails_late(self, rng, length, depth, *rest):
+        drawn.append(depth)
+        if depth == 1.0 and drawn.count(1.0) == 5:
+            raise UsageError("found no prompt")
+        return prompt(self, rng, length, depth, *rest)
+
+    monkeypatch.setattr(Haystack, "prompt", fails_late)
+    result = surgery("validate", write_recipe(HEAD + PHASE))
+    assert result.code == 2 and "5: evaluation.recall.lengths[0]: found no prompt" in result.err, result.err
 
 
 def test_what_validate_passes_apply_accepts(write_recipe, here):

@@ -178,6 +178,11 @@ def test_more_of_what_the_forms_hold(chat):
         ({"messages": ["hello"]}, "messages[0] is a text"),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "so must be the answer"),
         ({"prompt": "a", "completion": None}, "no answer"),
+        ({"prompt": "a", "completion": " \n"}, "'completion' is empty"),
+        ({"prompt": "a", "completion": "<|end|>\n"}, "holds nothing but <|end|>"),
+        (turns(("user", "a"), ("assistant", "  ")), "the assistant's turn messages[1] is empty"),
+        ({"messages": None}, "found the fields messages, all null"),
+        (turns(("user", "a"), ("critic", "b")), "no assistant turn, so nothing to learn; its roles are user, critic"),
         ({"text": "a"}, "found the fields text; a record holds instruction and output"),
         ({**CALL, "tools": 7}, "tools is a number"),
         ({"messages": [{"role": "assistant", "tool_calls": "x", "content": "a"}]}, "tool_calls is a text"),
@@ -189,7 +194,35 @@ def test_other_records_are_refused(bytewise, record, message):
     assert str(refusal.value).startswith("qa.jsonl, record 7") and message in str(refusal.value)
 
 
-def test_an_answer_that_has_its_end_gets_no_second(bytewise):
-    example = encode({"prompt": "a", "answer": "b<|end|>"}, "x", bytewise)
-    assert bytewise.decode(example.ids.tolist()) == "ab<|end|>"
-    assert bytewise.decode(example.ids[example.answer].tolist()) == "b<|end|>"
+@pytest.mark.parametrize("template", [None, CHATML, STRICT, BARE])
+@pytest.mark.parametrize("end", ["<|end|>", "<|end|><|end|>", "<|end|>\n", " <|end|> "])
+def test_an_answer_that_has_its_end_gets_no_second(chat, template, end):
+    tokenizer = chat(template)
+    for record in (
+        {"prompt": "a", "answer": f"b{end}"},
+        turns(("user", "a"), ("assistant", f"b{end}")),
+        turns(("user", "a"), ("assistant", f"b{end}"), ("user", "a"), ("assistant", f"b{end}")),
+    ):
+        example = encode(record, "x", tokenizer)
+        scored = tokenizer.decode(example.ids[example.answer].tolist()).replace(" ", "")
+        assert scored in ("b<|end|>", "b<|end|>b<|end|>"), scored
+        assert tokenizer.decode(example.ids.tolist()).replace(" ", "").rstrip().endswith("b<|end|>")
+
+
+def test_tool_calls_that_the_template_leaves_out_are_an_error(chat):
+    deaf = CHATML.replace("m.tool_calls or []", "[]")
+    with pytest.raises(UsageError, match=r"the chat template leaves out the tool call 'look' in messages\[1\]"):
+        pieces(CALL, "record 1", chat(deaf))
+    mute = CHATML.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")
+    with pytest.raises(UsageError, match=r"record 1: the chat template leaves out messages\[2\]"):
+        pieces(TALK, "record 1", chat(mute))
+    loud = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
+    assert answers(TALK, chat(loud)) == ["YES<|end|>", "NO<|end|>"]
+
+
+def test_other_words_for_the_same(chat):
+    tokenizer = chat(CHATML)
+    expected = pieces(turns(("user", "a"), ("assistant", "b")), "x", tokenizer)
+    for user, assistant in (("human", "gpt"), ("User", "Assistant"), ("prompter", "bot")):
+        assert pieces(turns(("system", None), (user, "a"), (assistant, "b")), "x", tokenizer) == expected
+    assert pieces({**turns(("user", "a"), ("assistant", "b")), "tools": ""}, "x", tokenizer) == expected

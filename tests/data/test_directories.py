@@ -135,3 +135,52 @@ def test_a_directory_with_a_form_that_is_not_read_is_refused(tmp_path, put):
     (tmp_path / "notes.txt").unlink()
     with pytest.raises(UsageError, match="without a data file"):
         sources(str(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd.txt", "../outside.txt", "https://example.com/a.jsonl", "zip://a::b.zip"])
+@pytest.mark.parametrize("form", ["data_files: {}", "data_files:\n  - split: train\n    path: [{}]", "data_dir: {}"])
+def test_a_card_cannot_lead_out_of_its_repository(tmp_path, put, monkeypatch, place, form):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("a server was asked"))
+    repository = tmp_path / "repository"
+    put(repository / "a.jsonl", "inside")
+    put(tmp_path / "outside.txt", "outside")
+    (repository / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {form.format(place)}\n---\n")
+    with pytest.raises(UsageError, match=r"card or a link leads out of it"):
+        sources(str(repository))
+
+
+def test_a_link_cannot_lead_out_of_a_repository_but_into_its_cache(tmp_path, put):
+    repository = tmp_path / "repository"
+    put(tmp_path / "outside.jsonl", "outside")
+    put(repository / "test.jsonl", "inside")
+    (repository / "README.md").write_text(CARD)
+    (repository / "train.jsonl").symlink_to(tmp_path / "outside.jsonl")
+    with pytest.raises(UsageError, match=r"link leads out of it, to .*train\.jsonl"):
+        sources(str(repository))
+    snapshot, blobs = tmp_path / "datasets--a--b/snapshots/0a", tmp_path / "datasets--a--b/blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    put(blobs / "one.jsonl", "cached")
+    (blobs / "one.jsonl").rename(blobs / "3f")
+    (snapshot / "README.md").write_text(CARD)
+    (snapshot / "train.jsonl").symlink_to("../../blobs/3f")
+    assert list(documents(str(snapshot))) == ["cached"]
+
+
+def test_a_repository_is_read_whatever_its_names_are_written_like(tmp_path, put):
+    (tmp_path / "README.md").write_text(CARD)
+    put(tmp_path / "data/train.jsonl", "one")
+    (tmp_path / "data/train.jsonl").rename(tmp_path / "data/train.JSONL")
+    assert list(documents(str(tmp_path))) == ["one"]
+    put(tmp_path / "text/book.txt", "a book")
+    put(tmp_path / "text/LICENSE.txt", "all rights")
+    (tmp_path / "text/README.md").write_text(CARD)
+    assert list(documents(str(tmp_path / "text"))) == ["a book"]
+
+
+def test_a_repository_of_another_form_is_refused_by_its_name(tmp_path):
+    (tmp_path / "README.md").write_text(CARD)
+    (tmp_path / "a.wav").write_bytes(b"RIFF")
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.wav,hello\n")
+    with pytest.raises(UsageError, match=r"a\.wav: \.wav files are not read"):
+        sources(str(tmp_path))

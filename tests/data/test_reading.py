@@ -126,15 +126,18 @@ def test_marks_and_halves_of_characters_do_no_harm(tmp_path):
     sheet = tmp_path / "a.csv"
     sheet.write_bytes(b"\xef\xbb\xbftext\none\n\n")
     assert list(documents(str(sheet))) == ["one"]
+    joined = tmp_path / "joined.txt"
+    joined.write_bytes(b"\xef\xbb\xbf\xef\xbb\xbfone\n\xef\xbb\xbftwo\r\n")
+    assert list(documents(str(joined))) == ["one\ntwo\r\n"]
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ('{"text": null}', r"a\.jsonl, record 2: 'text' is null, not text\n  drop the record"),
-        ('{"text": 7}', r"a\.jsonl, record 2: 'text' is int"),
-        ('{"text": {"value": "deep"}}', r"record 2: 'text' is a mapping, not text\n.*column.*: text\.value"),
-        ('{"text": ["a"]}', r"record 2: 'text' is list"),
+        ('{"text": 7}', r"a\.jsonl, record 2: 'text' is a number"),
+        ('{"text": {"value": "deep"}}', r"record 2: 'text' is an object, not text\n.*column.*: text\.value"),
+        ('{"text": ["a"]}', r"record 2: 'text' is a list"),
         ('{"body": "other"}', r"record 2 has no text under 'text', only body\n.*column.*: body"),
         ('["text"]', r"a\.jsonl, line 2: is a list; each line holds one object"),
         ('{"text": "cut', r"a\.jsonl, line 2: not JSON"),
@@ -180,6 +183,10 @@ def test_a_column_names_the_field(tmp_path):
         ("a.parquet", b"PAR1" + bytes(1000) + b"PAR1", "cannot be read as parquet"),
         ("a.arrow", b"ARROW1" + bytes(64), "cannot be read as arrow"),
         ("a.csv", b"text,id\none,1\ntwo,2,3,4\n", "cannot be read as csv"),
+        ("a.csv", b"id,text\n1,one,more\n2,two\n", "line 2: cannot be read as csv: holds 3 cells"),
+        ("a.csv", b"text,id\none,1\ntwo\n", "line 3: cannot be read as csv: holds 1 cells"),
+        ("a.csv", b'id,text\n1,"cut o', "cannot be read as csv: unexpected end"),
+        ("a.tsv", b'text\n"one" two\n', "line 2: cannot be read as tsv"),
         ("a.csv", b"", "has no header"),
         ("a.csv", b"text,text\na,b\n", "two columns are called 'text'"),
         ("a.json", b"7", "holds a number"),
@@ -195,6 +202,25 @@ def test_what_is_not_read_is_refused_by_its_name(tmp_path, name, content, words)
         list(documents(str(path)))
     assert name in str(refusal.value) and words in str(refusal.value), refusal.value
     assert len(str(refusal.value).splitlines()) <= 2
+
+
+def test_tables_as_people_write_them(tmp_path, table):
+    numbered = tmp_path / "frame.csv"  # the rows' numbers have no name
+    numbered.write_text(',text,id\n0,"one, two\n""three""",007\n\n1,NA,\n')
+    assert list(documents(str(numbered))) == ['one, two\n"three"', "NA"]
+    long = tmp_path / "long.tsv"
+    long.write_text("id\ttext\n1\t" + "word " * 100_000 + "\n")
+    assert [len(document) for document in documents(str(long))] == [500_000]
+    table(tmp_path / "a.parquet", [{"text": "one"}])
+    import pyarrow
+    import pyarrow.parquet
+
+    empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(empty, tmp_path / "b.parquet")
+    assert list(documents(f"{tmp_path}/*.parquet")) == ["one"]
+    table(tmp_path / "c.parquet", [{"text": b"one"}])
+    with pytest.raises(UsageError, match="'text' is bytes, not text"):
+        list(documents(str(tmp_path / "c.parquet")))
 
 
 def test_a_path_that_is_not_there_names_what_is_near(tmp_path):

@@ -76,6 +76,17 @@ SCRIPTS = {
 ENDS = {"chinese": "。？！”", "japanese": "。？", "hindi": "।?", "arabic": ".؟!", "urdu": "۔"}
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("length", [300, 512])
+def test_every_length_is_reached_where_a_character_is_several_tokens(length, seed, tokenizer):
+    """In a text of three tokens a character, what stands before a needle at its very end rarely adds up by itself."""
+    rng = random.Random(seed)
+    text = "".join(rng.choice("的一是不了人我在有他这为之大来以个中上们到说国和地也子时道") for _ in range(3000))
+    for prompt in Haystack(text, tokenizer).prompts([length], recall.DEPTHS, 4, seed):
+        assert {len(prompt.tokens) + len(value) for value in prompt.values} == {length}
+        assert abs(prompt.reached - prompt.depth) < 2 * recall.TOLERANCE
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("length", [256, 900])
 def test_needles_lie_where_they_are_said_to_lie_in_any_script(script, length, tokenizer):

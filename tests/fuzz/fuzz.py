@@ -5,15 +5,17 @@
     python tests/fuzz/fuzz.py --only config:17 --seed 0     # one case again, with its traceback
 
 Each case is drawn from the seed, its kind and its number alone. An input must be accepted or refused by a message for
-the user; a case fails where something else is raised, a message holds the name of a Python type, an error takes more
-than five lines, an input that is nonsense by construction is accepted, or the case takes more than 5 s of CPU. What is
-accepted is not looked at further.
+the user; a case fails where something else is raised, a message holds the name of a Python type, or more than five
+lines about one mistake, an input that is nonsense by construction is accepted, what was accepted makes no sense (token
+ids that the model has not, other documents than a plain reading finds, a damaged checkpoint, a model that is not the
+run's), or the case takes more than 5 s of CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import logging
@@ -33,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuzz_mutations import STRANGE, TOKENS, bend_bytes, bend_json, bend_safetensors, bend_yaml, json_bytes
+from fuzz_sense import Nonsense, header, require_documents, require_ids, same_tensors
 
 RAW = re.compile(r"\b[A-Z]\w*(?:Error|Exception)\b|<class |NoneType|object has no attribute|Traceback| object at 0x")
 SECONDS = 5.0
@@ -105,7 +108,7 @@ class Fuzzer:
 
     def case(self, kind: str, number: int) -> Outcome:
         """Run one case."""
-        from surgery.errors import UserError
+        from surgery.errors import MOST, UserError
 
         rng = random.Random(f"{self.seed}:{kind}:{number}")
         work = self.folder / "work"
@@ -122,6 +125,8 @@ class Fuzzer:
                 run()
         except UserError as error:
             accepted, message = False, str(error)
+        except Nonsense as error:
+            message, fault = str(error), f"accepted, though {error}"
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
@@ -131,8 +136,10 @@ class Fuzzer:
         raw = RAW.search(message)
         if not fault and raw:
             fault = f"names a type: {raw[0]}"
-        elif not fault and max(len(one.splitlines()) for one in message.split("\nerror: ")) > 5:
-            fault = "an error of more than five lines"
+        elif not fault and (long := next((one for one in message.split("\nerror: ") if one.count("\n") > 4), None)):
+            fault = f"more than five lines: {long[:60]}"
+        elif not fault and message.count("\nerror: ") > MOST:
+            fault = f"more than {MOST} errors at once"
         elif accepted and nonsense:
             fault = f"accepted, though {nonsense}"
         elif seconds > SECONDS:
@@ -171,7 +178,7 @@ class Fuzzer:
         file = base / "model.safetensors"
         before = file.read_bytes()
         file.write_bytes(bend_safetensors(rng, before))
-        return check, "" if _same_tensors(before, file.read_bytes()) else "its tensors are others than its model's"
+        return check, "" if same_tensors(before, file.read_bytes()) else "its tensors are others than its model's"
 
     def _config(self, rng: random.Random, work: Path) -> tuple[Callable[[], object], str]:
         base, check = self._base(rng, work)
@@ -195,7 +202,7 @@ class Fuzzer:
         base, _ = self._base(rng, work)
         file = base / rng.choice(("tokenizer.json", "tokenizer.json", "tokenizer_config.json"))
         file.write_bytes(json_bytes(rng, json.loads(file.read_text())))
-        return lambda: load_tokenizer(base, 260).encode("some text"), ""
+        return lambda: require_ids(load_tokenizer(base, 260)), ""
 
     def _companion(self, rng: random.Random, work: Path) -> tuple[Callable[[], object], str]:
         base, check = self._base(rng, work)
@@ -204,7 +211,7 @@ class Fuzzer:
             document = {"eos_token": "<|end|>", "max_new_tokens": 3, "<|end|>": 256}
             (base / name).write_bytes(json_bytes(rng, document))
             return check, ""
-        names = list(_header((base / "model.safetensors").read_bytes()) or ())
+        names = list(header((base / "model.safetensors").read_bytes()) or ())
         document = {"metadata": {"total_size": 1}, "weight_map": {key: "model.safetensors" for key in names}}
         nonsense = ""
         if rng.random() < 0.5:
@@ -240,10 +247,16 @@ class Fuzzer:
         kind = "kind: instruct" if rng.random() < 0.3 else "kind: next-token"
         text = RECIPE.replace("data: text.txt", f"data: {name}").replace("kind: next-token", kind)
         (work / "r.yaml").write_text(text.replace("model: base", f"model: {work / 'base'}"))
-        return lambda: validate_recipe(load_recipe(work / "r.yaml")), ""
+
+        def check() -> None:
+            validate_recipe(load_recipe(work / "r.yaml"))
+            if kind != "kind: instruct":
+                require_documents(work / name)
+
+        return check, ""
 
     def _run(self, rng: random.Random, work: Path) -> tuple[Callable[[], object], str]:
-        from surgery.adaptation.checkpoints import complete
+        from surgery.adaptation.checkpoints import complete, last_whole
         from surgery.evaluation.loading import check_loadable, locate
 
         run = work / "run"
@@ -255,14 +268,24 @@ class Fuzzer:
         shutil.copytree(rng.choice(self.bases), run / "phases" / "01-one" / "model")
         folder = run / "phases" / "01-one" / "checkpoints"
         (folder / "checkpoint-1").mkdir(parents=True)
-        listed = {"a.bin": 3}
+        listed = {"files": {"a.bin": {"bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest()}}}
         (folder / "checkpoint-1" / "a.bin").write_bytes(b"abc")
         which = rng.randrange(3)
         (folder / "checkpoint-1" / "complete.json").write_bytes(
             json_bytes(rng, listed) if which == 0 else json.dumps(listed).encode()
         )
         (run / "run.json").write_bytes(json_bytes(rng, manifest) if which else json.dumps(manifest).encode())
-        return lambda: (complete(folder), check_loadable(locate(str(run)))), ""
+        def check() -> None:
+            complete(folder)
+            whole = last_whole(folder, lambda text: None)
+            if whole is not None and json.loads((whole / "complete.json").read_text()) != listed:
+                raise Nonsense("a checkpoint is whole, and its list is not what was written")
+            located = locate(str(run))
+            if not located.path.resolve().is_relative_to(run.resolve()):
+                raise Nonsense(f"the run's model is {located.path}")
+            check_loadable(located)
+
+        return check, ""
 
     def _base(self, rng: random.Random, work: Path) -> tuple[Path, Callable[[], object]]:
         """A copy of a base, and what validate, apply, eval or inspect look at before they work."""
@@ -306,31 +329,6 @@ def save_base(config: dict, directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return directory
-
-
-def _header(data: bytes) -> dict | None:
-    """A safetensors file's tensors by name, None where there is no reading it."""
-    try:
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        return {name: entry for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, AttributeError, RecursionError):
-        return None
-
-
-def _same_tensors(before: bytes, after: bytes) -> bool:
-    """Whether the header names the tensors at the places, in the shapes and types, that it named before; a tensor that
-    lies elsewhere among the bytes, in its own shape and type, cannot be told from a right one."""
-    first, second = _header(before), _header(after)
-    if second is None or first.keys() != second.keys() or len(before) < len(after) - 4096:
-        return False
-    try:
-        return all(
-            [first[name]["dtype"], first[name]["shape"]] == [second[name]["dtype"], second[name]["shape"]]
-            for name in first
-        )
-    except (KeyError, TypeError):
-        return False
 
 
 def run(cases: list[tuple[str, int]], seed: int, say: Callable[[str], object] = print) -> list[Outcome]:
