@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.checkpoint.checksums import require_whole
 from surgery.checkpoint.jsonfile import read_json
-from surgery.checkpoint.reading import Checkpoint, check_tensors, explained, open_checkpoint
+from surgery.checkpoint.reading import Checkpoint, check_tensors, explained
 from surgery.checkpoint.values import check_values
 from surgery.errors import JobError, UsageError, plain_reason
 from surgery.recipe import Recipe
@@ -25,12 +25,12 @@ def open_base(
     Raises:
         UsageError: naming the recipe's line and what is wrong with the base.
     """
-    from surgery.hosts import adapter_for, resolve
+    from surgery.hosts import adapter_for, open_model, resolve
 
     with recipe.at(("model",)):
         directory = base or resolve(recipe.model, recipe.revision, offline)
         require_whole(directory)
-        checkpoint = open_checkpoint(directory)
+        checkpoint = open_model(directory)
         adapter = adapter_for(checkpoint.config)
         with explained(directory):
             expected = adapter.expected_tensors(checkpoint.config)

@@ -24,7 +24,6 @@ from surgery.checkpoint.reading import (
     TensorEntry,
     check_tensors,
     explained,
-    open_checkpoint,
 )
 from surgery.checkpoint.staging import claimed, staged_directory
 from surgery.checkpoint.tensorfile import write_tensors
@@ -135,13 +134,13 @@ def _revert(
     revision: str | None,
     progress: Callable[[int], object] | None,
 ) -> Reverted:
-    from surgery.hosts import recognise
+    from surgery.hosts import open_model, recognise
     from surgery.models.configuration import Swap
 
     located = locate(model, revision)
     require_whole(located.path)
     _, adapter = recognise(located.path)
-    source = open_checkpoint(located.path)
+    source = open_model(located.path)
     rules = dict(swapped_before(source, adapter))
     chosen = _chosen(model, rules, layers)
     swap = source.config["surgery"]
@@ -215,12 +214,12 @@ def _chosen(model: str, rules: Iterable[int], layers: Sequence[int] | None) -> t
 
 def _changed(rest: Checkpoint, adapter: HostAdapter, swap: dict[str, Any]) -> tuple[str, ...] | None:
     """Names of the base's tensors that ``rest`` holds otherwise, None where the base is not on this machine."""
-    from surgery.hosts import resolve
+    from surgery.hosts import open_model, resolve
 
     if not swap.get("base"):
         return None
     try:
-        base = open_checkpoint(resolve(swap["base"], swap.get("revision"), offline=True))
+        base = open_model(resolve(swap["base"], swap.get("revision"), offline=True))
     except UsageError:
         return None
     if base.config.get("surgery"):  # operated on before: it is no untouched host

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from surgery.preflight import VALIDATE, preflight
-from surgery.recipe import Recipe, format_count
+from surgery.recipe import Recipe
+from surgery.sizes import format_count
 
 
 def validate_recipe(recipe: Recipe, progress: Callable[[str, int, int], Any] | None = None) -> dict[str, Any]:

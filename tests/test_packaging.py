@@ -39,7 +39,7 @@ def test_import_is_light():
     assert python(code, ROOT) == "[]"
 
 
-LEAVES = {"errors", "places", "results"}  # import nothing of this project
+LEAVES = {"errors", "places", "results", "sizes"}  # import nothing of this project
 # folder -> what else its modules may import of this project; what a checkpoint needs to run never imports the tools
 REACH = {
     "kernels": {"kernels"},
@@ -47,7 +47,7 @@ REACH = {
     "surgery/graft": {"graft", "memory", "kernels"},
     "surgery/models": {"models", "graft", "memory", "kernels"},
     "surgery/hosts": {"hosts", "models", "graft", "memory", "kernels", "checkpoint", "bundled"},
-    "surgery/checkpoint": {"checkpoint", "hosts", "recipe", "memory"},
+    "surgery/checkpoint": {"checkpoint"},
     "surgery/data": {"data", "checkpoint"},
     "surgery/recipe": {"recipe", "recipes"},
 }
@@ -56,15 +56,53 @@ JOBS = ("inspection", "evaluation", "adaptation", "export", "benchmark", "pretra
 
 def imported(path: Path) -> set[str]:
     """The parts of this project that a file imports, wherever the statement stands."""
+    return {name.split(".")[1] for name in names_imported(path) if name.startswith("surgery.")}
+
+
+def names_imported(path: Path, typing: bool = True) -> list[str]:
+    """Every name that a file imports, in full; those for type checkers alone only with ``typing``."""
     package = ("surgery", *(part for part in path.relative_to(ROOT).parts[:-1] if part != "surgery"))
-    names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    names: list[str] = []
+
+    def visit(node: ast.AST) -> None:
+        if not typing and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            return
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            names.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = ".".join(package[: len(package) - node.level + 1]) + "." if node.level else ""
-            names += [f"{above}{node.module or ''}.{alias.name}".replace("..", ".") for alias in node.names]
-    return {name.split(".")[1] for name in names if name.startswith("surgery.")}
+            names.extend(f"{above}{node.module or ''}.{alias.name}".replace("..", ".") for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return names
+
+
+def test_no_module_imports_itself_through_others():
+    files = {}
+    for path in sorted([*(ROOT / "surgery").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        parts = parts if parts[0] == "surgery" else ("surgery", *parts)
+        files[".".join(parts).removesuffix(".__init__")] = path
+    assert len(files) > 200
+
+    def module_of(name: str) -> str:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name
+
+    # importing a name of a package takes the module that bears it, where there is one, and else the package itself
+    waiting = {name: {module_of(one) for one in names_imported(path, typing=False)} for name, path in files.items()}
+    waiting = {name: found - {name, ""} for name, found in waiting.items()}
+    while free := [
+        name
+        for name, found in waiting.items()
+        if not found & waiting.keys() or not any(name in other for other in waiting.values())
+    ]:
+        for name in free:
+            del waiting[name]
+    assert not waiting, f"a circle is among {sorted(waiting)}"
 
 
 def test_leaves_import_nothing_of_this_project():

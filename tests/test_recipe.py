@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from surgery.errors import UsageError
-from surgery.recipe import LayerChoice, format_count, load_recipe, parse_bytes, parse_count, shipped
+from surgery.recipe import LayerChoice, load_recipe, shipped
+from surgery.sizes import format_count, parse_bytes, parse_count
 
 SHIPPED = (
     "demo-bayesian",

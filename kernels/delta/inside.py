@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..chunks import MAX_HEADS, on_its_device, step_gradients
 from ..chunks import fused as wanted
+from .blocks import KEY_BLOCK
 
 # whether the kernels run unasked
 BY_DEFAULT = True
 MAX_KEY = 256  # programs of the scans hold all of a key
-KEY_BLOCK = 64  # keys that a program of the gradients takes at most; narrower keys are one block
 
 
 def fused(k: Tensor, v: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..chunks import token_stride
 from . import triton_states
-from .inside import KEY_BLOCK
+from .blocks import KEY_BLOCK
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from surgery.errors import JobError
-from surgery.recipe import format_bytes
+from surgery.sizes import format_bytes
 
 CPU_TOKENS = 4096  # tokens a forward on a CPU, where more at once is not faster
 ACTIVATION_BYTES = 64  # a token, a layer and a unit of width, kept for the backward pass

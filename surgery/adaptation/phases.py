@@ -30,12 +30,12 @@ from surgery.adaptation.parameters import Selection, optimizer, select
 from surgery.adaptation.schedules import BatchShape, DoseSchedule, batch_shape, learning_rate_factor
 from surgery.adaptation.teaching import Body
 from surgery.checkpoint import checksums
-from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
+from surgery.checkpoint.reading import Checkpoint, raw_config
 from surgery.checkpoint.staging import disk_errors_at
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.loading import load_tokenizer
 from surgery.graft.compiling import compiled_mixers, remark, wanted
-from surgery.hosts import adapter_for, load_model
+from surgery.hosts import adapter_for, load_model, open_model
 from surgery.recipe import Phase, Recipe
 from surgery.recipe.kinds import objective
 
@@ -148,8 +148,8 @@ def run_phase(
     """
     phase = recipe.phases[index]
     folder = phase_folder(run, index, phase)
-    source = open_checkpoint(start)
-    body = _student(source, teaching.layers_since(source.config, read_config(base)), options)
+    source = open_model(start)
+    body = _student(source, teaching.layers_since(source.config, raw_config(base)), options)
     dose = dose_schedule(recipe, index, current_dose(body))
     selection = choose(recipe, index, body, dose)
     memories = {layer: body.model.get_submodule(f"{name}.memory") for layer, name in body.mixers.items()}
@@ -161,7 +161,7 @@ def run_phase(
     with PartialState().main_process_first():
         saved = _resume_from(folder, phase, options)
     if saved is None or checkpoints.step_of(saved) != steps:
-        distiller = _distiller(phase, body, selection, open_checkpoint(base), options)
+        distiller = _distiller(phase, body, selection, open_model(base), options)
         body.model.train()
         with PartialState().main_process_first():
             items = _items(recipe, index, run, steps * shape.sequences, body, source, options, content)

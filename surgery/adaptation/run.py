@@ -45,13 +45,12 @@ from surgery.adaptation.schedules import batch_shape
 from surgery.adaptation.teaching import body_of, layers_since, shares_weights
 from surgery.checkpoint.checksums import COMPLETE, require_whole, write_checksums
 from surgery.checkpoint.manifest import FILE, SCHEMA, RunManifest, write_manifest
-from surgery.checkpoint.reading import Checkpoint, open_checkpoint, read_config
+from surgery.checkpoint.reading import Checkpoint, raw_config
 from surgery.checkpoint.staging import claimed_run, staged_directory, write_atomic
 from surgery.environment import in_force, shielded
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.loading import load_tokenizer, locate, reads_alike
-from surgery.hosts import adapter_for, commit, load_model, resolve
-from surgery.hosts import read_config as completed_config
+from surgery.hosts import adapter_for, commit, load_model, open_model, read_config, resolve
 from surgery.kernels import dispatch
 from surgery.memory import create
 from surgery.plan import why_inexact
@@ -194,7 +193,7 @@ def _begin(
             revision=commit(base),
             layers=swap["layers"],
             rule=swap["rule"],
-            exact=_is_exact(open_checkpoint(applied), open_checkpoint(base)),
+            exact=_is_exact(open_model(applied), open_model(base)),
             drift=drift,
             inputs=inputs.of_base(base),
         )
@@ -242,7 +241,7 @@ def _start(name: str) -> Path:
 
 def _copy(source: Path, applied: Path) -> None:
     """A run owns the checkpoint that it starts from."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_model(source)
     with staged_directory(applied, checkpoint.weight_bytes) as staging:
         shutil.copytree(source, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns(COMPLETE))
 
@@ -261,10 +260,10 @@ def _check_same(source: Path, applied: Path) -> None:
 def _swap(recipe: Recipe, applied: Path, base: Path) -> dict[str, Any]:
     """What the starting checkpoint says was swapped, checked against the recipe; what the base had swapped before
     stays."""
-    swap = read_config(applied).get("surgery") or {}
+    swap = raw_config(applied).get("surgery") or {}
     if not swap.get("layers"):
         raise UsageError(f"{applied}: no layer of this checkpoint was swapped\n  make one with: surgery apply RECIPE")
-    earlier = (read_config(base).get("surgery") or {}).get("layers", [])
+    earlier = (raw_config(base).get("surgery") or {}).get("layers", [])
     rules = {rule for layer, (rule, _) in _rules(applied).items() if layer not in earlier}
     if rules and rules != {recipe.memory.rule}:
         found = " and ".join(sorted(rules))
@@ -278,7 +277,7 @@ def _rules(checkpoint: Path) -> Mapping[int, tuple[str, dict[str, Any]]]:
     """Swapped layer -> its rule and the rule's options."""
     from surgery.models.configuration import Swap
 
-    config = completed_config(checkpoint)
+    config = read_config(checkpoint)
     return Swap.of(adapter_for(config).parse(config)).rules
 
 
@@ -328,7 +327,7 @@ def check_kernels(rule: str, device: str, widths: Collection[tuple[int, int]]) -
 
 def _mixer_widths(model: Path) -> set[tuple[int, int]]:
     """Key and value widths of the swapped mixers of a checkpoint."""
-    config = completed_config(model)
+    config = read_config(model)
     adapter = adapter_for(config)
     geometries = [adapter.geometry(config, layer) for layer in config["surgery"]["layers"]]
     return {(geometry.key_dim, geometry.value_dim) for geometry in geometries if not geometry.channel_decay}
@@ -343,11 +342,11 @@ def _check(
         UsageError, JobError: as the phases would.
     """
     options.say("checking the phases, their data and the evaluation")
-    config = read_config(start)
+    config = raw_config(start)
     tokenizer = load_tokenizer(start, adapter_for(config).parse(config).vocab_size)
-    body = body_of(load_model(start), config, layers_since(config, read_config(base)))
+    body = body_of(load_model(start), config, layers_since(config, raw_config(base)))
     trainable = [parameter for parameter in body.model.parameters() if parameter.requires_grad]
-    original = open_checkpoint(base)
+    original = open_model(base)
     taught = any(objective(recipe.phases[index].kind).teaches for index in pending)
     if taught and not reads_alike(tokenizer, base):
         raise recipe.error(

@@ -16,7 +16,7 @@ from torch import Tensor
 from surgery.adaptation.parameters import Selection
 from surgery.checkpoint.checksums import write_checksums
 from surgery.checkpoint.jsonfile import read_json
-from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint, read_config
+from surgery.checkpoint.reading import INDEX, SINGLE, Checkpoint, raw_config
 from surgery.checkpoint.staging import staged_directory
 from surgery.checkpoint.ties import held_ties
 from surgery.checkpoint.writing import companions, copy_file, write_json
@@ -111,7 +111,7 @@ def write_model(
         for path in companions(source.directory):
             copy_file(source.directory / path, staging / path)
         # as it lies there: what was opened may have more in it, taken from the tensors
-        write_json(staging / "config.json", _float32(read_config(source.directory)))
+        write_json(staging / "config.json", _float32(raw_config(source.directory)))
         write_checksums(staging, about)
 
 

@@ -72,7 +72,7 @@ def placement(checkpoint: Checkpoint, device: str, dtype: torch.dtype | None, wi
     Args:
         device: ``cpu`` or ``cuda``. dtype: what it is loaded in; None for the checkpoint's own.
     """
-    from surgery.recipe.sizes import format_bytes
+    from surgery.sizes import format_bytes
 
     needed = model_bytes(checkpoint, window, dtype.itemsize if dtype is not None else None)
     free = SHARE * available_bytes(device)

@@ -29,6 +29,7 @@ FORGET = 1 << 28  # bytes written between two times that the pickle's pages are 
 DONTNEED = 4  # madvise's
 RECORD = "converted.json"  # beside the converted weights: where they come from
 CONVERSION = "2"  # changes with what a conversion keeps, so that an earlier one is not taken for it
+Ties = Callable[[Mapping[str, Any]], Mapping[str, str]]
 _allowed: ContextVar[bool] = ContextVar("allow_pickle", default=False)
 
 
@@ -47,11 +48,12 @@ def pickles_are_allowed() -> bool:
     return _allowed.get()
 
 
-def unpickled(directory: Path, name: str | None = None) -> Path:
+def unpickled(directory: Path, name: str | None = None, ties: Ties = lambda config: {}) -> Path:
     """The directory itself, or where its weights are pickled and there are no others, their conversion.
 
     Args:
         name: what the user calls the model, for messages.
+        ties: a configuration -> tensors that repeat others under another name, and are left out where they do.
 
     Raises:
         UsageError: the pickle has not been allowed, or holds more than tensors, or is damaged.
@@ -71,7 +73,7 @@ def unpickled(directory: Path, name: str | None = None) -> Path:
             f"{name or directory}: its weights are pickled ({files[0].name}), and reading a pickle can run code hidden "
             "in it; if you trust it, add --allow-pickle"
         )
-    _convert(directory, files, target)
+    _convert(directory, files, target, ties)
     return target
 
 
@@ -137,18 +139,16 @@ def _key(files: list[Path]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
-def _convert(directory: Path, files: list[Path], target: Path) -> None:
+def _convert(directory: Path, files: list[Path], target: Path, ties_of: Ties) -> None:
     from surgery.checkpoint.files import copy_file
-    from surgery.checkpoint.reading import CONFIG, DTYPE_NAMES, TensorEntry, read_config
+    from surgery.checkpoint.reading import CONFIG, DTYPE_NAMES, TensorEntry, raw_config
     from surgery.checkpoint.reading import INDEX as SAFE_INDEX
     from surgery.checkpoint.reading import SINGLE as SAFE_SINGLE
     from surgery.checkpoint.staging import staged_directory
     from surgery.checkpoint.tensorfile import write_tensors
     from surgery.checkpoint.writing import companions, write_json
-    from surgery.hosts import adapter_for
 
-    config = read_config(directory)
-    ties = adapter_for(config).ties(config)
+    ties = ties_of(raw_config(directory))
     needed = sum(file.stat().st_size for file in files) + 1_000_000
     try:
         with staged_directory(target, needed, wait=True) as staging:

@@ -93,7 +93,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             that is missing, cut off, or without a tensor that the index promises.
     """
     directory = Path(directory)
-    config = read_config(directory)
+    config = raw_config(directory)
     check_companions(directory)
     names, metadata, promised = _shards(directory)
     tensors: dict[str, TensorEntry] = {}
@@ -112,12 +112,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             "  the index belongs to other files: download the checkpoint again"
         )
     check_unquantised(directory, tensors.values())
-    from surgery.hosts import complete_config  # families are above this module; only what their configurations lack
-
     shapes = {name: entry.shape for name, entry in tensors.items()}
     check_sizes(config, shapes, str(directory / CONFIG))
-    with explained(directory):
-        config = complete_config(config, shapes)
     return Checkpoint(directory, config, tuple(names), tensors, metadata)
 
 
@@ -160,7 +156,7 @@ def check_unquantised(directory: Path, entries: Iterable[TensorEntry]) -> None:
             )
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def raw_config(directory: Path) -> dict[str, Any]:
     """``config.json`` as a mapping.
 
     Raises:

@@ -90,7 +90,7 @@ def check_space(directory: Path, needed: int) -> None:
 
 def no_space(directory: Path, needed: int | None = None, free: int | None = None) -> JobError:
     """The error for a full disk."""
-    from surgery.recipe.sizes import format_bytes
+    from surgery.sizes import format_bytes
 
     figures = f": {format_bytes(needed)} needed, {format_bytes(free or 0)} free" if needed is not None else ""
     return JobError(f"{directory}: no space left on the disk{figures}\n  free some, or name a directory elsewhere")

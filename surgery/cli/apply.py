@@ -147,7 +147,7 @@ def print_plan(plan: Plan, drift: str, device: str) -> None:
 
     from surgery.checkpoint.fitting import placement
     from surgery.cli.common import bold, out
-    from surgery.recipe import format_bytes
+    from surgery.sizes import format_bytes
 
     recipe = plan.recipe
     out.print(bold(recipe.model) + f" ({plan.adapter.name}, {len(plan.base.tensors)} tensors)", soft_wrap=True)

@@ -161,7 +161,7 @@ def print_result(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     from surgery.cli.common import out
-    from surgery.recipe import format_count
+    from surgery.sizes import format_count
 
     phases = result["manifest"]["phases"]
     if phases:

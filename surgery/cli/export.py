@@ -51,7 +51,7 @@ def export(
     from surgery.cli.common import err, out, pick_device, write_json
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
-    from surgery.recipe.sizes import format_bytes, parse_bytes
+    from surgery.sizes import format_bytes, parse_bytes
 
     if output is None:
         raise UsageError("--output is missing; name the directory to write")

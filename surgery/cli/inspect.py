@@ -159,7 +159,7 @@ def count_option(option: str, value: str) -> int:
         UsageError: naming the option.
     """
     from surgery.errors import UsageError
-    from surgery.recipe.sizes import parse_count
+    from surgery.sizes import parse_count
 
     try:
         number = parse_count(value)

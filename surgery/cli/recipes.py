@@ -20,7 +20,8 @@ def recipes(context: typer.Context) -> None:
     from rich.table import Table
 
     from surgery.cli.common import out
-    from surgery.recipe import format_count, load_recipe, shipped
+    from surgery.recipe import load_recipe, shipped
+    from surgery.sizes import format_count
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("recipe", "model", "layers", "memory", "phases"):

@@ -182,15 +182,14 @@ def check_loadable(located: Located) -> tuple[Any, Any, Any]:
         UsageError: as :func:`load`.
     """
     from surgery.checkpoint.checksums import require_whole
-    from surgery.checkpoint.reading import open_checkpoint
     from surgery.checkpoint.values import check_values
-    from surgery.hosts import recognise
+    from surgery.hosts import open_model, recognise
 
     require_whole(located.path)
     config, adapter = recognise(located.path)
     tokenizer = load_tokenizer(located.path, adapter.parse(config).vocab_size)
     # names a damaged file, which loading all of them at once does not
-    checkpoint = open_checkpoint(located.path)
+    checkpoint = open_model(located.path)
     check_values(checkpoint, adapter.is_unused)
     return adapter, tokenizer, checkpoint
 

@@ -24,11 +24,10 @@ from surgery.adaptation.parameters import optimizer, select
 from surgery.adaptation.phases import dose_schedule
 from surgery.adaptation.schedules import DoseSchedule, learning_rate_factor
 from surgery.adaptation.teaching import Body, body_of
-from surgery.checkpoint.reading import open_checkpoint
 from surgery.checkpoint.staging import staged_directory
 from surgery.experiments.associative_recall import AssociativeRecall
 from surgery.experiments.device_loop import DeviceLoop, autocast
-from surgery.hosts import adapter_for, load_model
+from surgery.hosts import adapter_for, load_model, open_model
 from surgery.operation import apply
 from surgery.pretraining.bases import initialise
 from surgery.recipe import Phase, load_recipe
@@ -142,7 +141,7 @@ def _adaptation(study: Study, job: Job, place: Path, device: str) -> Generator[N
         file.write_text(recipe_text(study, job.arm, job.steps, str(host), job.seed), encoding="utf-8")
         recipe = load_recipe(file)
         apply(recipe, swapped, drift="skip", device=device, offline=True)
-        config = open_checkpoint(swapped).config
+        config = open_model(swapped).config
         model = load_model(swapped, dtype=torch.float32, device=device)
     memory = next(iter(adapter_for(config).mixers(model).values())).memory
     dose = dose_schedule(recipe, 0, float(memory.dose))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from surgery.operation import RECIPE_FILE, at_commit
 from surgery.places import is_hub_id
-from surgery.recipe.sizes import format_count
 from surgery.results import shown
+from surgery.sizes import format_count
 
 if TYPE_CHECKING:
     from surgery.export.source import Source

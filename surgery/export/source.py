@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from surgery.checkpoint.checksums import require_whole
-from surgery.checkpoint.reading import Checkpoint, check_tensors, explained, open_checkpoint
+from surgery.checkpoint.reading import Checkpoint, check_tensors, explained
 from surgery.checkpoint.values import check_values
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, locate
@@ -74,12 +74,12 @@ def open_source(name: str) -> Source:
         UsageError: no run and no checkpoint, nothing swapped in it, tensors that do not fit its configuration,
             or weights that are not finite.
     """
-    from surgery.hosts import recognise
+    from surgery.hosts import open_model, recognise
 
     located = locate(name)
     require_whole(located.path)
     _, adapter = recognise(located.path)
-    checkpoint = open_checkpoint(located.path)
+    checkpoint = open_model(located.path)
     swap = checkpoint.config.get("surgery") or {}
     if not swap.get("layers"):
         raise UsageError(

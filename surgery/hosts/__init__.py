@@ -1,34 +1,26 @@
 """The model families that surgery knows, one adapter each, and how a model's name becomes a model.
 
-    adapter = adapter_for(read_config(path))     # what the tools know of the family
-    model = load_model(resolve("bundled:tiny-gdn"))
+    checkpoint = open_model(resolve("bundled:tiny-gdn"))    # its files
+    adapter = adapter_for(checkpoint.config)                # what the tools know of the family
+    model = load_model(checkpoint.directory)
 
-A new family is a subclass of :class:`HostAdapter` in its own module and an entry of ``ADAPTERS``.
+A new family is a subclass of :class:`HostAdapter` in its own module and a line in :mod:`surgery.hosts.registry`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from surgery.errors import UsageError
-from surgery.hosts import base
-from surgery.hosts.bamba import BambaAdapter
-from surgery.hosts.base import HostAdapter, Implementation, decode_floats, encode_floats
-from surgery.hosts.falcon_h1 import FalconH1Adapter
-from surgery.hosts.fla_mamba2 import FlaMamba2Adapter
-from surgery.hosts.gated_deltanet import GatedDeltaNetAdapter
-from surgery.hosts.granitemoehybrid import GraniteMoeHybridAdapter
-from surgery.hosts.kimi_linear import KimiLinearAdapter
-from surgery.hosts.mamba2 import Mamba2Adapter
-from surgery.hosts.mamba_ssm import MambaSSMAdapter
-from surgery.hosts.nemotron_h import NemotronHAdapter
-from surgery.hosts.olmo_hybrid import OlmoHybridAdapter
-from surgery.hosts.qwen3_5 import Qwen3_5Adapter, Qwen3_5MoeAdapter
-from surgery.hosts.qwen3_next import Qwen3NextAdapter
+from surgery.hosts.base import HostAdapter, decode_floats, encode_floats
+from surgery.hosts.registry import (
+    ADAPTERS,
+    REFUSED,
+    adapter_for,
+    complete_config,
+    load_model,
+    open_model,
+    quantised,
+    read_config,
+    recognise,
+    supported,
+)
 from surgery.hosts.resolve import bundled, commit, on_hub, resolve
-from surgery.hosts.zamba2 import Zamba2Adapter
 
 __all__ = [
     "ADAPTERS",
@@ -42,123 +34,10 @@ __all__ = [
     "encode_floats",
     "load_model",
     "on_hub",
+    "open_model",
     "quantised",
     "read_config",
     "recognise",
     "resolve",
     "supported",
 ]
-
-ADAPTERS: tuple[HostAdapter, ...] = (
-    Mamba2Adapter(),
-    FlaMamba2Adapter(),
-    MambaSSMAdapter(),
-    GatedDeltaNetAdapter(),
-    Qwen3NextAdapter(),
-    Qwen3_5Adapter(),
-    Qwen3_5MoeAdapter(),
-    OlmoHybridAdapter(),
-    KimiLinearAdapter(),
-    BambaAdapter(),
-    GraniteMoeHybridAdapter(),
-    Zamba2Adapter(),
-    FalconH1Adapter(),
-    NemotronHAdapter(),
-)
-
-# families that are recognised and refused: model type -> why
-REFUSED: dict[str, str] = dict.fromkeys(
-    ("mamba", "falcon_mamba", "jamba", "zamba"),
-    "Mamba-1 decays every state channel on its own; only Mamba-2 is supported",
-)
-
-
-def supported() -> str:
-    """The supported families in one line, each with the model type in its config.json."""
-    return "; ".join(f"{adapter.title} ({adapter.model_types[0] or 'no model_type'})" for adapter in ADAPTERS)
-
-
-def adapter_for(config: Mapping[str, Any]) -> HostAdapter:
-    """The adapter of a checkpoint's configuration.
-
-    Raises:
-        UsageError: the family is not supported; the message lists those that are.
-    """
-    reason = quantised(config)
-    if reason is not None:
-        raise UsageError(f"config.json: {reason}")
-    for adapter in ADAPTERS:
-        if adapter.claims(config):
-            return adapter
-    model_type = config.get("model_type")
-    if model_type is None:
-        raise UsageError(f"config.json: no model_type\nsupported: {supported()}")
-    reason = REFUSED.get(model_type, "unsupported architecture")
-    if config.get("auto_map"):
-        reason += "; the code that it brings along (auto_map) is never run"
-    raise UsageError(f"config.json: model_type {model_type!r}: {reason}\nsupported: {supported()}")
-
-
-def quantised(config: Mapping[str, Any]) -> str | None:
-    """Why a checkpoint of quantised weights is refused, None if its configuration speaks of none."""
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not found:
-        return None
-    found = found if isinstance(found, Mapping) else {}
-    method = found.get("quant_method") or "an unnamed method"
-    bits = next((bits for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if found.get(key)), found.get("bits"))
-    return (
-        f"quantization_config: the weights are quantised ({method}{f', {bits} bits' if bits else ''}), and a swap "
-        "needs them as they were trained: use the model's unquantised checkpoint"
-    )
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory, with what only its tensors say (see :meth:`HostAdapter.completed`).
-
-    Raises:
-        UsageError: there is none, or it is no JSON object.
-    """
-    from surgery.checkpoint.reading import open_checkpoint, shapes_there
-    from surgery.checkpoint.sizes import check_sizes
-
-    config = base.read_config(path)
-    check_sizes(config, shapes_there(Path(path)), str(Path(path) / "config.json"))
-    adapter = next((adapter for adapter in ADAPTERS if adapter.claims(config)), None)
-    if adapter is None or type(adapter).completed is HostAdapter.completed:
-        return config
-    return open_checkpoint(Path(path)).config
-
-
-def recognise(path: str | Path) -> tuple[dict[str, Any], HostAdapter]:
-    """The config.json of a checkpoint directory as :func:`read_config` reads it, and its family's adapter.
-
-    Raises:
-        UsageError: as :func:`adapter_for` and :meth:`HostAdapter.parse` raise it, with the directory's name.
-    """
-    try:
-        config = read_config(path)
-        adapter = adapter_for(config)
-        adapter.parse(config)
-    except UsageError as error:
-        at = f"{Path(path)}/" if str(error).startswith("config.json: ") else ""
-        raise UsageError(f"{at}{error}") from None
-    return config, adapter
-
-
-def complete_config(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """A config.json with what only the tensors say; one of no supported family is returned as it is."""
-    adapter = next((adapter for adapter in ADAPTERS if adapter.claims(config)), None)
-    return config if adapter is None else adapter.completed(config, shapes)
-
-
-def load_model(
-    path: str | Path,
-    *,
-    dtype: Any = None,
-    device: Any = "cpu",
-    implementation: Implementation = "graft",
-) -> Any:
-    """The model of any supported checkpoint directory, base or upgraded; see :meth:`HostAdapter.load`."""
-    adapter = adapter_for(read_config(path))
-    return adapter.load(path, dtype=dtype, device=device, implementation=implementation)

@@ -18,9 +18,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from surgery.checkpoint.configuration import checked
-from surgery.checkpoint.jsonfile import read_object
-from surgery.checkpoint.links import check_links
+from surgery.checkpoint.layout import CONFIG
+from surgery.checkpoint.reading import check_unquantised, explained, raw_config, read_header, shapes_there
 from surgery.checkpoint.sizes import check_sizes
 from surgery.errors import JobError, UsageError, plain_reason
 from surgery.memory.base import HostStyle, MemoryGeometry
@@ -65,6 +64,18 @@ class HostAdapter:
     def completed(self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """A base's config.json with what only the tensors say, by their disk names and shapes."""
         return config
+
+    def read(self, path: str | Path) -> dict[str, Any]:
+        """config.json of a directory of this family, completed.
+
+        Raises:
+            UsageError: there is none, or it makes no sense beside the weights.
+        """
+        directory = Path(path)
+        config, shapes = raw_config(directory), shapes_there(directory)
+        check_sizes(config, shapes, str(directory / CONFIG))
+        with explained(directory):
+            return self.completed(config, shapes)
 
     # configuration
 
@@ -216,9 +227,7 @@ class HostAdapter:
             UsageError: unsupported configuration, or no upstream implementation to load it with.
             JobError: the weights are missing, damaged, or not those that the configuration asks for.
         """
-        from surgery.hosts import read_config as read_completed
-
-        config = read_completed(path)
+        config = self.read(path)
         upgraded = config.get("model_type") == self.model_types[1]
         parsed = self.parse(config)
         if implementation == "upstream":
@@ -282,19 +291,6 @@ def encode_floats(value: Any) -> Any:
     return [encode_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory.
-
-    Raises:
-        UsageError: there is none, or it is no JSON object.
-    """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise UsageError(f"{path}: no config.json there; give a checkpoint directory in Hugging Face format")
-    check_links(Path(path))
-    return checked(read_object(file), file)
-
-
 def _load_weights(
     model_class: type, path: str | Path, config: Any, dtype: torch.dtype | str | None, placement: Mapping[str, Any]
 ) -> nn.Module:
@@ -328,8 +324,6 @@ def _load_weights(
 
 def _check_dtypes(path: Path) -> None:
     """Refuse integers and 8-bit floats, which loading would turn into the model's dtype without their scales."""
-    from surgery.checkpoint.reading import check_unquantised, read_header
-
     for file in sorted(path.glob("*.safetensors")):
         try:
             entries = read_header(file)

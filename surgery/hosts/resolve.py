@@ -17,6 +17,7 @@ from surgery.checkpoint.layout import CONFIG
 from surgery.checkpoint.pickles import origin, pickles_are_allowed, unpickled
 from surgery.checkpoint.remote_code import trusted
 from surgery.errors import UsageError
+from surgery.hosts.registry import adapter_for
 from surgery.places import is_hub_id, near, on_machine
 
 # weights, tokenizers, and what else is copied from a base
@@ -62,7 +63,7 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
         return known[name]
     path = on_machine(model)
     if path is not None and path.is_dir():
-        return unpickled(path, model)
+        return unpickled(path, model, _ties)
     if path is not None and path.exists():
         if path.suffix in (".yaml", ".yml"):
             raise UsageError(f"{model}: a recipe, not a model; give the directory or hub id that its model: names")
@@ -81,10 +82,14 @@ def resolve(model: str, revision: str | None = None, offline: bool | None = None
             )
         if pickles_are_allowed():
             found = _download(model, revision, offline, (*files, *PICKLES))
-    usable = unpickled(found, model)
+    usable = unpickled(found, model, _ties)
     if usable != found:
         _add_tokenizer(usable, offline)
     return usable
+
+
+def _ties(config: Mapping[str, Any]) -> Mapping[str, str]:
+    return adapter_for(config).ties(config)
 
 
 def on_hub(model: str) -> bool:

@@ -161,13 +161,13 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
     Raises:
         UsageError: no such model, an unsupported architecture, tensors missing.
     """
-    from surgery.checkpoint.reading import explained, open_checkpoint
+    from surgery.checkpoint.reading import explained
     from surgery.checkpoint.values import check_values
-    from surgery.hosts import recognise
+    from surgery.hosts import open_model, recognise
 
     located = locate(str(model), revision)
     _, adapter = recognise(located.path)
-    checkpoint = open_checkpoint(located.path)
+    checkpoint = open_model(located.path)
     with explained(located.path):
         layers = adapter.mixer_layers(checkpoint.config)
         prefixes = [adapter.tensor_prefix(checkpoint.config, layer) for layer in layers]

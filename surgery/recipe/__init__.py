@@ -5,7 +5,6 @@
 
 from surgery.recipe.loading import load_recipe, locate, shipped
 from surgery.recipe.schema import Dose, LayerChoice, Memory, Phase, Rates, Recipe, Source
-from surgery.recipe.sizes import format_bytes, format_count, parse_bytes, parse_count
 
 __all__ = [
     "Dose",
@@ -15,11 +14,7 @@ __all__ = [
     "Rates",
     "Recipe",
     "Source",
-    "format_bytes",
-    "format_count",
     "load_recipe",
     "locate",
-    "parse_bytes",
-    "parse_count",
     "shipped",
 ]

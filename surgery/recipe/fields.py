@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from surgery.recipe.document import WrittenFloat, WrittenInt
-from surgery.recipe.sizes import parse_bytes, parse_count
+from surgery.sizes import parse_bytes, parse_count
 
 SEEDS = 2**63  # torch's generators take no more
 LARGEST, SMALLEST = 3.4028234663852886e38, 1.1754943508222875e-38  # of float32, in which everything is trained

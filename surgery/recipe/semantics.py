@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from surgery.recipe.document import KeyPath
 from surgery.recipe.kinds import kinds_with, objective, phase_options
 from surgery.recipe.schema import OPTIONS_OF, LayerChoice, Memory, Phase, Recipe
-from surgery.recipe.sizes import format_count
+from surgery.sizes import format_count
 
 Problem = tuple[KeyPath, str, str]
 

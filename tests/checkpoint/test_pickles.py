@@ -77,7 +77,7 @@ def test_a_conversion_holds_the_pickles_tensors(base, cache, model):
     with pickles_allowed():
         directory = hosts.resolve(str(base))
     assert directory.parent == cache
-    found = open_checkpoint(directory)
+    found = hosts.open_model(directory)
     state = model.state_dict()
     assert set(found.tensors) == set(state) - {"lm_head.weight"}  # tied: it is the embedding
     for name in found.tensors:

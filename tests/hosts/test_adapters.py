@@ -253,7 +253,7 @@ def test_upstream_of_an_upgraded_or_foreign_model(bases, tmp_path):
 
 
 def test_missing_and_broken_configurations(tmp_path):
-    with pytest.raises(UsageError, match=r"no config\.json"):
+    with pytest.raises(UsageError, match=r"config\.json: no such file"):
         hosts.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json:1: not JSON"):

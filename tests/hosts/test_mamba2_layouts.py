@@ -12,7 +12,6 @@ from hosts_battery import apart, scatter, write_layout
 from safetensors.torch import load_file
 
 from surgery import hosts
-from surgery.checkpoint.reading import open_checkpoint
 from surgery.errors import UsageError
 
 FLA = {
@@ -109,7 +108,7 @@ def test_shapes_are_taken_from_the_tensors(checkpoint):
     found = hosts.read_config(directory)
     assert found["ssm_cfg"] == explicit["ssm_cfg"]
     assert (found["d_model"], found["n_layer"], found["vocab_size"]) == (16, 2, 33)
-    assert open_checkpoint(directory).config == found
+    assert hosts.open_model(directory).config == found
     assert hosts.adapter_for(found).parse(found).vocab_size == 40  # padded to a multiple of 8, the library's default
     (directory / "config.json").write_text(json.dumps(bare | {"vocab_size": 30, "pad_vocab_size_multiple": 1}))
     with torch.no_grad():
