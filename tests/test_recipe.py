@@ -10,6 +10,7 @@ import pytest
 
 from surgery.errors import UsageError
 from surgery.recipe import LayerChoice, load_recipe, shipped
+from surgery.recipe.schema import OPTIONS_OF
 from surgery.sizes import format_count, parse_bytes, parse_count
 
 SHIPPED = (
@@ -253,3 +254,10 @@ def test_missing_file_and_unknown_name():
         load_recipe("demo-palimsa")
     with pytest.raises(UsageError, match="no such file"):
         load_recipe("nowhere/recipe.yaml")
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipes_name_every_option_of_their_rule(name):
+    """What is not named changes with the defaults; rank is read off the model's width."""
+    memory = load_recipe(name).memory
+    assert set(OPTIONS_OF[memory.rule]) - {"rank"} <= memory.model_fields_set
