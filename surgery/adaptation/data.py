@@ -140,7 +140,7 @@ def _require_fitting(phase: Phase, name: str, found: list[Source], checked: list
     shortest = min((one.shortest for one in checked if one.shortest is not None), default=0)
     if shortest > phase.context and all(source.kind != "hub" for source in found):
         raise UsageError(
-            f"data: {name}: no example fits a context of {phase.context} tokens; raise context to {shortest} or more"
+            f"{name}: no example fits a context of {phase.context} tokens; raise context to {shortest} or more"
         )
 
 

@@ -75,7 +75,7 @@ def require_window(name: str, tokens: int, context: int) -> None:
     """
     if tokens <= context:
         raise UsageError(
-            f"data: {name}: {tokens} tokens are shorter than one context of {context} and the token after it\n"
+            f"{name}: {tokens} tokens are shorter than one context of {context} and the token after it\n"
             "  give a longer text or a smaller context"
         )
 
