@@ -107,6 +107,14 @@ def remove_leftovers(run: Path) -> None:
                 file.unlink(missing_ok=True)
 
 
+def goes_on_from(recipe: Recipe, run: Path) -> Path:
+    """The model that the next phase starts from, or that is the run's result: the last finished phase's, otherwise the
+    applied checkpoint."""
+    folders = [phase_folder(run, index, phase) for index, phase in enumerate(recipe.phases)]
+    done = list(itertools.takewhile(is_finished, folders))
+    return done[-1] / "model" if done else run / "applied"
+
+
 def check_files(recipe: Recipe, run: Path, options: Options, *, old: bool) -> None:
     """Compare the applied checkpoint and the finished phases with their checksums, every byte of them.
 
@@ -121,8 +129,7 @@ def check_files(recipe: Recipe, run: Path, options: Options, *, old: bool) -> No
     """
     folders = [phase_folder(run, index, phase) for index, phase in enumerate(recipe.phases)]
     models = [run / "applied", *(folder / "model" for folder in folders if is_finished(folder))]
-    done = list(itertools.takewhile(is_finished, folders))
-    used = done[-1] / "model" if done else run / "applied"
+    used = goes_on_from(recipe, run)
     bare = [model for model in models if not (model / COMPLETE).is_file()]
     if old and bare:
         options.say(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.jsonfile import read_object
 from surgery.checkpoint.staging import write_atomic
 from surgery.data import checking, instruction
 from surgery.data.instruction import InstructDataset
@@ -141,7 +142,7 @@ def _require_fitting(phase: Phase, name: str, found: list[Source], checked: list
     shortest = min((one.shortest for one in checked if one.shortest is not None), default=0)
     if shortest > phase.context and all(source.kind != "hub" for source in found):
         raise UsageError(
-            f"data: {name}: no example fits a context of {phase.context} tokens; raise context to {shortest} or more"
+            f"{name}: no example fits a context of {phase.context} tokens; raise context to {shortest} or more"
         )
 
 
@@ -161,7 +162,8 @@ def _at_commits(
     from surgery.data.hub import hub_commit
 
     kept = folder.with_name(COMMITS)
-    known: dict[str, str] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    remedy = "put it back from a copy, or begin a new run"
+    known: dict[str, str] = read_object(kept, remedy) if kept.is_file() else {}
 
     def fixed(source: Source) -> Source:
         if source.kind != "hub":

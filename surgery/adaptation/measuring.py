@@ -80,7 +80,7 @@ def is_report(path: Path) -> bool:
     """Whether a report is there that can be read; one that cannot is made again."""
     try:
         return json.loads(path.read_bytes())["kind"] == "evaluation"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

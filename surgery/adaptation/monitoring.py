@@ -63,7 +63,7 @@ def truncate(path: Path, step: int) -> None:
             number = json.loads(line)["step"]
             if number <= step:
                 kept[number] = line
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     write_atomic(path, b"".join(kept[number] + b"\n" for number in sorted(kept)))
 

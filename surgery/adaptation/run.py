@@ -30,7 +30,15 @@ import surgery
 from surgery import kernel_check
 from surgery.adaptation import data, inputs, measuring
 from surgery.adaptation.capacity import check_second_model
-from surgery.adaptation.continuing import RECIPE, check_files, continued, note_in_force, phase_records, remove_leftovers
+from surgery.adaptation.continuing import (
+    RECIPE,
+    check_files,
+    continued,
+    goes_on_from,
+    note_in_force,
+    phase_records,
+    remove_leftovers,
+)
 from surgery.adaptation.phases import (
     Options,
     choose,
@@ -184,7 +192,7 @@ def _begin(
         if made:
             write_checksums(applied)
         check_files(recipe, run, options, old=manifest is not None and manifest.schema_version == 1)
-    swap = _swap(recipe, applied, base)
+    swap = _swap(recipe, goes_on_from(recipe, run), base)
     if manifest is None:
         manifest = RunManifest(
             surgery=surgery.__version__,

@@ -169,7 +169,7 @@ def _kept(record: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(record.read_text(encoding="utf-8"))
         return {"records": int(found["records"]), "shortest": found["shortest"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -119,7 +119,7 @@ class InstructDataset(Dataset):
         self.dropped = len(examples) - len(fitting)
         if not fitting:
             raise UsageError(
-                f"data: {name}: none of {len(examples)} examples fits a context of {context} tokens; raise context"
+                f"{name}: none of {len(examples)} examples fits a context of {context} tokens; raise context"
             )
         self.context, self.length, self.padding = context, length, padding
         read = hashlib.sha256()

@@ -75,7 +75,7 @@ def require_window(name: str, tokens: int, context: int) -> None:
     """
     if tokens <= context:
         raise UsageError(
-            f"data: {name}: {tokens} tokens are shorter than one context of {context} and the token after it\n"
+            f"{name}: {tokens} tokens are shorter than one context of {context} and the token after it\n"
             "  give a longer text or a smaller context"
         )
 
@@ -196,13 +196,14 @@ def read_tokens(
     try:
         kept = json.loads(about.read_text(encoding="utf-8"))
         files, made_from = dict(kept["files"]), list(kept["content"])
-        whole = len(files) == 2 and all(
+        own = {_ids_file(path, np.dtype(kind).name).name, _starts_file(path).name}
+        whole = files.keys() == own and all(
             (path.parent / file).stat().st_size == row["bytes"]
             and (not verify or sha256(path.parent / file) == row["sha256"])
             for file, row in files.items()
         )
         digest = " ".join(str(row["sha256"]) for row in files.values())
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         whole, made_from, digest = False, list(content), ""
     if not whole:
         say(f"{path}: the tokens kept of {name} are damaged (they are not what was written) and are made again")

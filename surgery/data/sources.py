@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 from surgery.data import rows
 from surgery.data.bundled import BUNDLED, Part, bundled_documents
 from surgery.data.forms import READ, REFUSED, inner_suffix, is_data, refuse_by_name
-from surgery.data.streams import Told, read_lines
+from surgery.data.streams import Told, read_lines, reading
 from surgery.errors import UsageError
 from surgery.places import is_hub_id, near, on_machine
 
@@ -176,7 +176,8 @@ def _resolve(name: str, root: Path | None, weight: float, options: dict[str, str
         return [Source("hub", repository, weight, options)]
     path = _place(name, root)
     if path.exists():
-        files = _directory_files(path, options) if path.is_dir() else _one_file(path, options)
+        with reading(path):
+            files = _directory_files(path, options) if path.is_dir() else _one_file(path, options)
     elif glob.has_magic(name):
         files = _matching(name, path, options, root)
     elif is_hub_id(name, root) and not is_data(path) and path.suffix.lower() not in REFUSED:

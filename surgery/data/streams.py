@@ -18,7 +18,7 @@ from surgery.errors import UsageError
 Told = Callable[[int], object]  # called with the bytes of the file, as it lies on the disk, that were read so far
 
 MARK = "\ufeff"
-_READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+_READ_ERRORS = (EOFError, lzma.LZMAError, zlib.error)
 _TELL_EVERY = 512  # lines
 
 
@@ -68,6 +68,8 @@ def reading(path: Path) -> Iterator[None]:
         raise UsageError(
             f"{path}: not UTF-8 text ({error.reason}{place}); convert it first, as with iconv -t UTF-8"
         ) from None
+    except OSError as error:  # of a directory the name is that of what lies in it
+        raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
     except _READ_ERRORS as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
 

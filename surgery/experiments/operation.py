@@ -187,7 +187,7 @@ def _claim(study: Study, folder: Path) -> None:
         write_atomic(path, json_text(fixed) + "\n")
     try:
         known = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise UsageError(f"{path}: does not say what the results beside it are of; name a new --output") from None
     for key, value in fixed.items():
         if known.get(key) != value:

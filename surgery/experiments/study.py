@@ -218,7 +218,7 @@ def read(folder: Path, job: Job) -> dict[str, Any] | None:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         whole = {"validation", "test", "harder"} <= result.keys()
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         whole = False
     if not whole:
         raise UsageError(f"{path}: is no result of this command; remove it, and its job runs again")

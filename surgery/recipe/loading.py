@@ -95,6 +95,8 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 def _explain(error: ValidationError, document: Document) -> UsageError:
     """Every problem with its line, in order; only those that are shown are put into words."""
     found = error.errors(include_url=False)
+    # a list whose items are wrong counts as empty to pydantic
+    found = [item for item in found if item["type"] != "too_short" or not item["input"]]
     # a misspelt key also makes the right one look missing: show the misspelling first, then by line
     found.sort(key=lambda item: (item["type"] == "missing", document.line(_path(item["loc"]))))
     return together((document.error(*_translate(item)) for item in found[:MOST]), len(found))

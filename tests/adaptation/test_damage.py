@@ -165,11 +165,19 @@ def test_metrics_are_restored_from_the_checkpoint(begun, name, harm):
     assert told or name == "doubled"  # what follows the checkpoint's steps is dropped as later steps are
 
 
-@pytest.mark.parametrize("ending", ["uint16", "starts.npy", "json"])
+@pytest.mark.parametrize("ending", ["uint16", "starts.npy", "json", "deep", "elsewhere"])
 def test_damaged_tokens_are_made_again(begun, ending):
     recipe, straight, broken = begun
-    (file,) = (broken / "data").glob(f"*.{ending}")
-    flip(file, 14 if ending == "json" else -3)
+    described = ending in ("json", "deep", "elsewhere")
+    (file,) = (broken / "data").glob("*.json" if described else f"*.{ending}")
+    if ending == "deep":
+        file.write_text("[" * 100_000)
+    elif ending == "elsewhere":  # where bytes never end
+        about = json.loads(file.read_text())
+        about["files"] = {key: {"bytes": 0, "sha256": ""} for key in ("/dev/zero", "../data/x")}
+        file.write_text(json.dumps(about))
+    else:
+        flip(file, 14 if ending == "json" else -3)
     said = resume(recipe, broken)
     assert any("the tokens kept of" in line and "damaged" in line for line in said)
     assert same(straight, broken)
@@ -271,6 +279,13 @@ def test_damage_that_nothing_is_made_from_is_told(begun):
     said = resume(recipe, straight)
     assert any(f"applied: damaged: {file.name}" in line for line in said)
     assert any("metrics.jsonl: is not what was written" in line for line in said)
+
+
+def test_a_start_that_is_no_longer_needed_may_be_damaged_in_any_file(begun):
+    recipe, straight, _ = begun
+    config = straight / "applied" / "config.json"
+    config.write_text(config.read_text().replace('"surgery"', '"surgerz"'))
+    assert any("applied: damaged: config.json" in line for line in resume(recipe, straight))
 
 
 def test_a_lost_config_does_not_make_a_finished_phase_unfinished(begun):

@@ -61,6 +61,7 @@ REFUSED = {
     "recall beyond the text": (
         HEAD.replace("256", "256, 64000") + PHASE, ["5: evaluation.recall.lengths[1]"], ["64000"]),
     "recall twice": (HEAD.replace("256", "256, 256"), ["5: evaluation.recall.lengths[1]"], ["twice"]),
+    "lists in a list": (HEAD.replace("data: text.txt", "data: [[text.txt]]"), ["4: data[0]"], ["is not text"]),
     "seed": (HEAD + "seed: 9223372036854775808\n", ["6: seed"], ["below 2^63", "0 to 9 223 372 036 854 775 807"]),
     "longer seed": (HEAD + f"seed: 1{'0' * 60}\n", ["6: seed"], ["0 to 9 223 372 036 854 775 807"]),
     "negative seed": (HEAD + "seed: -1\n", ["6: seed"], ["negative", "0 to 9 223 372 036 854 775 807"]),

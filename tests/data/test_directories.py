@@ -184,3 +184,12 @@ def test_a_repository_of_another_form_is_refused_by_its_name(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,text\na.wav,hello\n")
     with pytest.raises(UsageError, match=r"a\.wav: \.wav files are not read"):
         sources(str(tmp_path))
+
+
+def test_a_directory_that_cannot_be_read_is_one_error(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path / "locked"))
+
+    monkeypatch.setattr("surgery.data.tables.is_saved", refused)
+    with pytest.raises(UsageError, match=r"locked: cannot be read: Permission denied"):
+        sources(str(tmp_path))
