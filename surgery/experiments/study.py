@@ -59,6 +59,7 @@ class Arm:
         if name == CONTROL:
             raise UsageError(f"--arm {text}: {CONTROL} is the host itself, which always runs; choose another name")
         given = {key.strip(): parse_document(value, f"--arm {text}").value for key, _, value in pairs}
+        given = json.loads(json.dumps(given))  # plain numbers: those of a document keep how they were written
         if given.get("rule") == "host":
             raise UsageError(f"--arm {text}: rule host is the control, which always runs; choose another rule")
         own = {key: given.pop(key) for key in ("over", "rate", "memory_rate") if key in given}
@@ -80,7 +81,8 @@ class Arm:
             try:
                 load_recipe(file)
             except UsageError as error:
-                message = re.sub(rf"^{re.escape(str(file))}(:\d+)?: ", "", str(error))
+                first = str(error).split("\nerror: ")[0]  # a rate stands in two places
+                message = re.sub(rf"^{re.escape(str(file))}(:\d+)?: ", "", first)
                 message = re.sub(r"phases\[0\]\.(dose\.)?", "", message)
                 raise UsageError(f"{source}: {message}") from None
 
