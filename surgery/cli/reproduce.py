@@ -5,10 +5,12 @@ from __future__ import annotations
 import typer
 
 from surgery.cli.reproduce_collision import collision
+from surgery.cli.reproduce_geometry import geometry
 from surgery.cli.reproduce_operation import operation
 
 EXPERIMENTS = (
     collision,
+    geometry,
     operation,
 )
 
