@@ -12,6 +12,7 @@ from typing import Any
 
 from surgery.errors import UsageError
 from surgery.experiments.associative_recall import TASKS, AssociativeRecall
+from surgery.experiments.jobs import read_result
 from surgery.experiments.recall_training import recipe_text
 from surgery.results import strict
 
@@ -214,15 +215,7 @@ def read(folder: Path, job: Job) -> dict[str, Any] | None:
         UsageError: the result is that of another arm of the same name, or is no result.
     """
     path = folder / f"{job.name}.json"
-    if not path.is_file():
-        return None
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        whole = {"validation", "test", "harder"} <= result.keys()
-    except (ValueError, AttributeError):
-        whole = False
-    if not whole:
-        raise UsageError(f"{path}: is no result of this command; remove it, and its job runs again")
-    if job.arm is not None and result["arm"] != strict(asdict(job.arm)):
+    result = read_result(path, ("validation", "test", "harder"))
+    if result is not None and job.arm is not None and result["arm"] != strict(asdict(job.arm)):
         raise UsageError(f"{path}: holds another arm of that name, {result['arm']}; name this one otherwise")
     return result
