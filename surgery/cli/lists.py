@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 
-def seed_list(text: str, option: str = "--seeds") -> tuple[int, ...]:
-    """Read ``0-4`` or ``100,101``.
+def whole_list(text: str, option: str, example: str = "0-4 or 100,101") -> tuple[int, ...]:
+    """Read whole numbers between commas, and ranges of them: ``0-4``.
 
     Raises:
-        UsageError: naming the option.
+        UsageError: naming the option, with ``example``.
     """
     from surgery.errors import UsageError
 
@@ -17,7 +17,7 @@ def seed_list(text: str, option: str = "--seeds") -> tuple[int, ...]:
             first, dash, last = part.partition("-")
             found += range(int(first), int(last if dash else first) + 1)
     except ValueError:
-        raise UsageError(f"{option} {text}: write for example 0-4 or 100,101") from None
+        raise UsageError(f"{option} {text}: write for example {example}") from None
     return tuple(found)
 
 

@@ -6,11 +6,13 @@ import typer
 
 from surgery.cli.reproduce_collision import collision
 from surgery.cli.reproduce_geometry import geometry
+from surgery.cli.reproduce_mqar import mqar
 from surgery.cli.reproduce_operation import operation
 
 EXPERIMENTS = (
     collision,
     geometry,
+    mqar,
     operation,
 )
 

@@ -78,7 +78,7 @@ def operation(
     from dataclasses import replace
 
     from surgery.cli.common import err, pick_device, write_json
-    from surgery.cli.lists import number_list, seed_list
+    from surgery.cli.lists import number_list, whole_list
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
     from surgery.evaluation.plots import check_plot_path
@@ -89,7 +89,7 @@ def operation(
     given = {
         "host": host, "task": task, "pairs": pairs, "steps": steps, "adapt": adapt, "batch": batch, "tested": tested,
         "host_rate": host_rate, "vocabulary": vocabulary, "length": length, "updated": updated,
-        "seeds": None if seeds is None else seed_list(seeds),
+        "seeds": None if seeds is None else whole_list(seeds, "--seeds"),
         "control_rates": (
             None if control_rates is None else number_list(control_rates, "--control-rates", "3e-4,1e-3,3e-3")
         ),

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from surgery.cli.lists import seed_list
+from surgery.cli.lists import whole_list
 from surgery.cli.reproduce import register
 from surgery.cli.reproduce_operation import QUICK
 from surgery.errors import UsageError
@@ -69,7 +69,7 @@ def test_quick_stays_small():
 
 
 def test_seeds_are_lists_and_ranges():
-    assert seed_list("0-2,7,100-101") == (0, 1, 2, 7, 100, 101)
+    assert whole_list("0-2,7,100-101", "--seeds") == (0, 1, 2, 7, 100, 101)
 
 
 @pytest.mark.parametrize(
