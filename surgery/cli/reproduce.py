@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from surgery.cli.reproduce_addressed import crowding, learned_collision
 from surgery.cli.reproduce_collision import collision
 from surgery.cli.reproduce_geometry import geometry
 from surgery.cli.reproduce_mqar import mqar
@@ -12,6 +13,8 @@ from surgery.cli.reproduce_operation import operation
 EXPERIMENTS = (
     collision,
     geometry,
+    learned_collision,
+    crowding,
     mqar,
     operation,
 )

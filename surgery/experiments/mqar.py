@@ -44,7 +44,7 @@ from surgery.experiments.recall_training import (
     made_with,
     sequences,
 )
-from surgery.experiments.trained import Experiment, Job, at_least, row
+from surgery.experiments.trained import Experiment, Job, at_least, draw_curve, row
 from surgery.hosts import adapter_for
 from surgery.memory import draw_memory
 from surgery.recipe import Phase
@@ -176,10 +176,8 @@ class Mqar(Experiment):
         figure = new_figure(6, 4)
         axes = figure.add_subplot()
         for number, rule in enumerate(self.rules):
-            rows = [one for one in result["rows"] if one["rule"] == rule]
-            means, reach = [one["mean"] for one in rows], [one["deviation"] or 0.0 for one in rows]
-            style = {"marker": "o", "markersize": 4, "capsize": 3, "color": f"C{number}"}
-            axes.errorbar(self.lengths, means, reach, label=self.labels[rule], **style)
+            line = [one["each"] for one in result["rows"] if one["rule"] == rule]
+            draw_curve(axes, self.lengths, line, f"C{number}", self.labels[rule])
         axes.set_xscale("log", base=2)
         axes.set_xticks(self.lengths, [str(length) for length in self.lengths])
         axes.set(xlabel="L (L/4 pairs)", ylabel="answers that are right", ylim=(-0.03, 1.03))

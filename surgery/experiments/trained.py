@@ -159,6 +159,19 @@ def row(
     }  # fmt: skip
 
 
+def draw_curve(
+    axes: Any, places: Sequence[float], line: Sequence[Sequence[float]], colour: str, label: str, style: str = "-"
+) -> None:
+    """Draw the mean over the seeds at every place, with bars of one standard deviation.
+
+    Args:
+        line: the seeds' figures at each of ``places``.
+    """
+    means, reach = [mean(values) for values in line], [stdev(values) if len(values) > 1 else 0.0 for values in line]
+    marks = {"marker": "o", "markersize": 4, "capsize": 3}
+    axes.errorbar(places, means, reach, color=colour, linestyle=style, label=label, **marks)
+
+
 def _working(experiment: Experiment, folder: Path, job: Job, device: str) -> Steps:
     path = folder / f"{job.name}.json"
 

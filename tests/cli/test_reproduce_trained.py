@@ -12,6 +12,14 @@ TINY = {
         "--lengths", "8", "--vocabulary", "16", "--width", "16", "--heads", "2", "--key-dim", "4", "--value-dim", "8",
         "--steps", "4", "--tokens", "32", "--tested", "4", "--rules", "delta,bayesian",
     ),
+    "learned-collision": (
+        "--pairs", "3", "--dim", "4", "--width", "8", "--steps", "3", "--batch", "4", "--trained-flood", "2",
+        "--trained-overlaps", "0.1,0.5", "--floods", "0,3", "--overlaps", "0.3,0.9", "--tested", "4",
+    ),
+    "crowding": (
+        "--dim", "3", "--values", "4", "--width", "8", "--steps", "3", "--batch", "4", "--trained", "2",
+        "--occupancies", "3,4", "--tested", "4",
+    ),
 }  # fmt: skip
 
 
@@ -57,6 +65,25 @@ def test_bad_values_are_usage_errors(command, arguments, says, surgery, tmp_path
 def test_lengths_are_whole_numbers(surgery):
     result = surgery("reproduce", "mqar", "--lengths", "16,long")
     assert result.code == 2 and "--lengths 16,long: write for example 128,256" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    (
+        (("learned-collision", "--trained-overlaps", "0.5"), "--trained-overlaps 0.5: write lowest and highest"),
+        (("learned-collision", "--trained-overlaps", "0.8,0.6"), "--trained-overlaps 0.8,0.6"),
+        (("learned-collision", "--overlaps", "1"), "--overlaps 1.0"),
+        (("learned-collision", "--floods", "-1"), "--floods -1"),
+        (("learned-collision", "--dim", "7"), "--dim 7: 8 independent keys"),
+        (("learned-collision", "--pairs", "1"), "--pairs 1"),
+        (("crowding", "--occupancies", "0"), "--occupancies 0"),
+        (("crowding", "--values", "1"), "--values 1"),
+        (("crowding", "--trained", "0"), "--trained 0"),
+    ),
+)
+def test_each_ones_own_values_are_checked(arguments, says, surgery):
+    result = surgery("reproduce", *arguments)
+    assert result.code == 2 and says in result.err and len(result.err.strip().splitlines()) == 1, result.err
 
 
 @pytest.mark.parametrize("command", TINY)
