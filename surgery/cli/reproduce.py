@@ -7,6 +7,7 @@ import typer
 from surgery.cli.reproduce_addressed import crowding, learned_collision
 from surgery.cli.reproduce_collision import collision
 from surgery.cli.reproduce_geometry import geometry
+from surgery.cli.reproduce_importance import importance
 from surgery.cli.reproduce_mqar import mqar
 from surgery.cli.reproduce_operation import operation
 
@@ -16,6 +17,7 @@ EXPERIMENTS = (
     learned_collision,
     crowding,
     mqar,
+    importance,
     operation,
 )
 

@@ -12,6 +12,10 @@ TINY = {
         "--lengths", "8", "--vocabulary", "16", "--width", "16", "--heads", "2", "--key-dim", "4", "--value-dim", "8",
         "--steps", "4", "--tokens", "32", "--tested", "4", "--rules", "delta,bayesian",
     ),
+    "importance": (
+        "--lengths", "8", "--vocabulary", "16", "--width", "16", "--heads", "2", "--key-dim", "4", "--value-dim", "8",
+        "--steps", "4", "--tokens", "32", "--tested", "4", "--records", "2",
+    ),
     "learned-collision": (
         "--pairs", "3", "--dim", "4", "--width", "8", "--steps", "3", "--batch", "4", "--trained-flood", "2",
         "--trained-overlaps", "0.1,0.5", "--floods", "0,3", "--overlaps", "0.3,0.9", "--tested", "4",
@@ -45,7 +49,6 @@ def test_measured_stands_beside_printed(command, surgery, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     (
-        (("--rules", "rwkv"), "--rules rwkv"),
         (("--seeds", "a"), "--seeds a"),
         (("--rates", "fast"), "--rates fast"),
         (("--rates", "0"), "--rates 0"),
@@ -79,6 +82,8 @@ def test_lengths_are_whole_numbers(surgery):
         (("crowding", "--occupancies", "0"), "--occupancies 0"),
         (("crowding", "--values", "1"), "--values 1"),
         (("crowding", "--trained", "0"), "--trained 0"),
+        (("importance", "--records", "0"), "--records 0"),
+        (("mqar", "--rules", "rwkv"), "--rules rwkv"),
     ),
 )
 def test_each_ones_own_values_are_checked(arguments, says, surgery):
