@@ -152,20 +152,27 @@ def bayesian(
     state=None,
     initial_covariance,
     unit_gain,
+    return_variance=False,
     backend=None,
     in_place=False,
 ):
     """The Bayesian rule in the form picked; see :func:`surgery.kernels.bayesian.reference.bayesian`.
 
-    Where decay, cov_decay_sqrt or process_noise is [B, T, H, K], one for each key channel, the form is one of torch's.
+    Where decay, cov_decay_sqrt or process_noise is [B, T, H, K], one for each key channel, and where variances are
+    asked for, the form is one of torch's.
     """
     gates = (decay, cov_decay_sqrt, process_noise, precision, observation_noise, erase, shrink, write)
     options = {"state": state, "initial_covariance": initial_covariance, "unit_gain": unit_gain}
+    if return_variance:
+        options["return_variance"] = True
     form = _form("bayesian", k, v, backend)
-    if form is _FORMS.get(("bayesian", "triton")) and 4 in (decay.dim(), cov_decay_sqrt.dim(), process_noise.dim()):
-        if backend:
-            raise ValueError("the bayesian rule has no form 'triton' with a decay for each key channel")
-        form = _FORMS["bayesian", "reference" if v.shape[1] == 1 else "chunked"]
+    if form is _FORMS.get(("bayesian", "triton")):
+        by_channel = 4 in (decay.dim(), cov_decay_sqrt.dim(), process_noise.dim())
+        if backend and (by_channel or return_variance):
+            what = "a decay for each key channel" if by_channel else "variances"
+            raise ValueError(f"the bayesian rule has no form 'triton' with {what}")
+        if by_channel or return_variance:
+            form = _FORMS["bayesian", "reference" if v.shape[1] == 1 else "chunked"]
     if in_place and form is _FORMS.get(("bayesian", "triton")):
         options["in_place"] = True
     return form(q, k, v, *gates, **options)

@@ -27,8 +27,9 @@ from .factor import cholesky, eliminate
 
 def covariance_pass(
     k: Tensor, c_sqrt: Tensor, n: Tensor, x: Tensor, y: Tensor, shrink: Tensor | None, covariance: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The write directions u [B, H, N, C, K], the gains h [B, H, N, C] and the covariance after the last chunk.
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """The write directions u [B, H, N, C, K], the gains h [B, H, N, C], the covariance before each chunk and that after
+    the last one.
 
     Args:
         k, c_sqrt, n: [B, H, N, C, K]. x: [H, 1, 1]. y, shrink: [B, H, N, C]; ``shrink`` is None where it equals x.
@@ -43,8 +44,9 @@ def covariance_pass(
     identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
     tiny = 2 * torch.finfo(k.dtype).eps
 
-    directions, gains = [], []
+    directions, gains, starts = [], [], []
     for i in range(k.shape[2]):
+        starts.append(covariance)
         here = steps.at(2, i)
         predicted = decayed[:, :, i] @ covariance
         gram = predicted @ decayed[:, :, i].mT + own[:, :, i]
@@ -66,7 +68,22 @@ def covariance_pass(
         covariance = 0.5 * (covariance + covariance.mT) + torch.diag_embed(replenished + floor.detach())
         directions.append(u)
         gains.append(gain)
-    return torch.stack(directions, 2), torch.stack(gains, 2), covariance
+    return torch.stack(directions, 2), torch.stack(gains, 2), starts, covariance
+
+
+def variance_pass(q: Tensor, c_sqrt: Tensor, n: Tensor, u: Tensor, shrunk: Tensor, starts: Tensor) -> Tensor:
+    """The variances [B, H, N, C] of the reads, q_t.P_t q_t.
+
+    Args:
+        q, c_sqrt, n, u: [B, H, N, C, K]. shrunk: [B, H, N, C], r_s h_s. starts: [B, H, N, K, K], the covariance before
+            each chunk.
+    """
+    steps = spans(c_sqrt)
+    decayed = steps.from_start * q
+    before = ((decayed @ starts) * decayed).sum(-1)
+    fresh = (gathered(n, steps) * q.square()).sum(-1)
+    spent = (overlaps(q, u, steps).square() @ shrunk[..., None]).squeeze(-1)
+    return before + fresh - spent
 
 
 def mean_pass(

@@ -15,6 +15,8 @@ chunked delta rule that writes along u_t:
     o_t = A_t M_0^T q_t + sum_{s<=t} (A_t/A_s) h_s (q_t.u_s) E[s]
     M_end = A M_0 + U^T diag(A/A_s h_s) E
 
+The variance of a read, q_t.P_t q_t, is C_t q_t.P_0 q_t + N_t |q_t|^2 - sum_{s<=t} C_t/C_s r_s h_s (q_t.u_s)^2.
+
 Source: the recursion of "Memory by Design: Probabilistic Sequence Layers", Proposition 1; the factorised form is this
 project's.
 
@@ -53,8 +55,9 @@ def bayesian(
     state: Tensor | None = None,
     initial_covariance: Tensor,
     unit_gain: bool,
+    return_variance: bool = False,
     chunk_size: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The rule of :func:`surgery.kernels.bayesian.reference.bayesian`, same arguments and results.
 
     Args:
@@ -87,13 +90,19 @@ def bayesian(
     n, p, r = (by_chunk(x.to(dtype), size) for x in (process_noise, erase, shrink))
     x = precision.to(dtype)[:, None, None]
 
-    covariance_pass, mean_pass = (
-        (channelwise.covariance_pass, channelwise.mean_pass) if by_channel else (_covariance, _mean)
+    covariance_pass, mean_pass, variance_pass = (
+        (channelwise.covariance_pass, channelwise.mean_pass, channelwise.variance_pass)
+        if by_channel
+        else (_covariance, _mean, _variance)
     )
-    u, gain, covariance = covariance_pass(k, c_sqrt, n, x, y, None if unit_gain else r, covariance)
+    u, gain, starts, covariance = covariance_pass(k, c_sqrt, n, x, y, None if unit_gain else r, covariance)
     o, mean = mean_pass(q, k, values, a, p, u, gain, mean)
     o = o.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
-    return o.to(v.dtype), torch.cat((mean, covariance), dim=-1)
+    o, state = o.to(v.dtype), torch.cat((mean, covariance), dim=-1)
+    if not return_variance:
+        return o, state
+    variance = variance_pass(q, c_sqrt, n, u, (x if unit_gain else r) * gain, torch.stack(starts, 2))
+    return o, variance.flatten(2, 3)[:, :, :tokens].transpose(1, 2), state
 
 
 def _require_ieee_products(device: str) -> None:
@@ -124,8 +133,9 @@ def _ratios(step: Tensor) -> Tensor:
 
 def _covariance(
     k: Tensor, c_sqrt: Tensor, n: Tensor, x: Tensor, y: Tensor, shrink: Tensor | None, covariance: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The write directions u [B, H, N, C, K], the gains h [B, H, N, C] and the covariance after the last chunk."""
+) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    """The write directions u [B, H, N, C, K], the gains h [B, H, N, C], the covariance before each chunk and that after
+    the last one."""
     ratio = _ratios(c_sqrt)
     since_start = c_sqrt[..., :1] * ratio[..., 0]  # sqrt C_t
     to_end = ratio[..., -1, :].square()  # C / C_s
@@ -139,8 +149,9 @@ def _covariance(
     identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     tiny = 2 * torch.finfo(k.dtype).eps
 
-    directions, gains = [], []
+    directions, gains, starts = [], [], []
     for i in range(k.shape[2]):
+        starts.append(covariance)
         predicted = decayed[:, :, i] @ covariance
         gram = predicted @ decayed[:, :, i].mT + own[:, :, i]
         if shrink is None:
@@ -161,7 +172,18 @@ def _covariance(
         covariance = 0.5 * (covariance + covariance.mT) + floor.detach()[..., None, None] * identity
         directions.append(u)
         gains.append(gain)
-    return torch.stack(directions, 2), torch.stack(gains, 2), covariance
+    return torch.stack(directions, 2), torch.stack(gains, 2), starts, covariance
+
+
+def _variance(q: Tensor, c_sqrt: Tensor, n: Tensor, u: Tensor, shrunk: Tensor, starts: Tensor) -> Tensor:
+    """The variances [B, H, N, C] of the reads, given r_s h_s [B, H, N, C] and the covariances [B, H, N, K, K] before
+    each chunk."""
+    ratio = _ratios(c_sqrt)
+    kept = c_sqrt[..., 0, None] * ratio[..., 0]  # sqrt C_t
+    noise = (ratio.square() @ n[..., None]).squeeze(-1)
+    before = ((q @ starts) * q).sum(-1)
+    spent = ((ratio * (q @ u.mT)).square() @ shrunk[..., None]).squeeze(-1)
+    return kept.square() * before + noise * q.square().sum(-1) - spent
 
 
 def _mean(

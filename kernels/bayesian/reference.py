@@ -44,12 +44,13 @@ def bayesian(
     state: Tensor | None = None,
     initial_covariance: Tensor,
     unit_gain: bool,
-) -> tuple[Tensor, Tensor]:
+    return_variance: bool = False,
+) -> tuple[Tensor, ...]:
     """A linear-Gaussian filter over the memory: a mean M and, in key space, the covariance P of its columns.
 
         Pbar_t = c_t P_{t-1} + n_t I        u_t = Pbar_t k_t        h_t = 1 / (y_t + x k_t.u_t)
         M_t = a_t M_{t-1} + h_t u_t (z_t v_t - p_t a_t M_{t-1}^T k_t)^T
-        P_t = Pbar_t - r_t h_t u_t u_t^T                            o_t = M_t^T q_t
+        P_t = Pbar_t - r_t h_t u_t u_t^T                            o_t = M_t^T q_t        variance_t = q_t.P_t q_t
 
     With decays for each key channel (KDA hosts), a and sqrt c stand for diagonal matrices on the key side, and n for
     another: Pbar_t = diag(sqrt c) P_{t-1} diag(sqrt c) + diag(n), M_t = diag(a) M_{t-1} + ...; noise that restores the
@@ -71,9 +72,11 @@ def bayesian(
         state: [B, H, K, V + K], M beside P, or None for M = 0 and P = p0 I.
         initial_covariance: [H], p0.
         unit_gain: promises r = x for every token; it allows a faster form elsewhere and changes nothing here.
+        return_variance: also return the variance of the read, which all of a head's values share.
 
     Returns:
-        o [B, T, H, V] in v's dtype, and the state after the last token in float32 (float64 for float64 inputs).
+        o [B, T, H, V] in v's dtype; with ``return_variance`` the variance [B, T, H] in the computing dtype; and the
+        state after the last token in float32 (float64 for float64 inputs).
     """
     check(q, k, v, decay, channels=True)
     dtype = compute_dtype(q, k, v)
@@ -85,7 +88,7 @@ def bayesian(
     x = precision.to(dtype)[:, None]
     values = z * v.to(dtype)
     q, k = (expand_heads(tensor.to(dtype), heads) for tensor in (q, k))
-    outputs = []
+    outputs, variances = [], []
     for t in range(v.shape[1]):
         key = k[:, t, ..., None]  # [B, H, K, 1]
         # products and sums, no matmul: autocast would lower its operands
@@ -99,4 +102,7 @@ def bayesian(
         covariance = decayed + torch.diag_embed(n[:, t].expand_as(u))
         covariance = covariance - (r[:, t] * h)[..., None] * (u[..., None] * u[..., None, :])
         outputs.append((mean * q[:, t, ..., None]).sum(-2))
-    return torch.stack(outputs, dim=1).to(v.dtype), torch.cat((mean, covariance), dim=-1)
+        if return_variance:
+            variances.append(((covariance * q[:, t, ..., None]).sum(-2) * q[:, t]).sum(-1))
+    o, state = torch.stack(outputs, dim=1).to(v.dtype), torch.cat((mean, covariance), dim=-1)
+    return (o, torch.stack(variances, dim=1), state) if return_variance else (o, state)

@@ -133,7 +133,8 @@ def _torch_forms(arguments: dict[str, Tensor]) -> dict[str, float]:
     start = chunked.initial_state(v, keys.shape[-1], None, fixed["initial_covariance"], torch.float32)[1]
 
     def covariance():
-        out = chunked._covariance(*leaves[:3], x, leaves[3], None, start)
+        u, gain, _, end = chunked._covariance(*leaves[:3], x, leaves[3], None, start)
+        out = u, gain, end
         torch.autograd.grad(out, leaves, out)
 
     forward, both = timing.both_ways(functools.partial(chunked.bayesian, unit_gain=True), arguments)

@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 MODEL_HELP = "bundled:NAME, a checkpoint directory, a run directory (its latest model), or a hub id."
 TEXT_HELP = "bundled (Python's documentation), a file or directory, or hub:NAME; ,column=FIELD names a field."
 DEFAULT_TOP = 4
-DIAGNOSTICS = {"importance_spread": "spread", "covariance_condition": "cond P"}  # short names for the table
+DIAGNOSTICS = {  # short names for the table
+    "importance_spread": "spread", "covariance_condition": "cond P", "gain": "gain", "host_gain": "host's"
+}  # fmt: skip
 EXPLAINED = {
     "importance_spread": "r = (I max - I min) / I min",
     "covariance_condition": "condition number of the predicted covariance",
+    "gain": "share of a read's error that the last writes remove at their keys; far below the host's, a layer hardly "
+    "learns any more",
+    "host_gain": "that of the host's rule",
 }
 
 

@@ -78,8 +78,10 @@ def operation(
     from dataclasses import replace
 
     from surgery.cli.common import err, pick_device, write_json
+    from surgery.cli.lists import number_list, whole_list
     from surgery.cli.progress import progress_bars
     from surgery.errors import UsageError
+    from surgery.evaluation.plots import check_plot_path
     from surgery.experiments import operation as job
     from surgery.experiments import operation_results as results
     from surgery.experiments.study import ARMS, Arm, Study
@@ -87,8 +89,10 @@ def operation(
     given = {
         "host": host, "task": task, "pairs": pairs, "steps": steps, "adapt": adapt, "batch": batch, "tested": tested,
         "host_rate": host_rate, "vocabulary": vocabulary, "length": length, "updated": updated,
-        "seeds": None if seeds is None else tuple(_seeds(seeds)),
-        "control_rates": None if control_rates is None else tuple(_rates(control_rates)),
+        "seeds": None if seeds is None else whole_list(seeds, "--seeds"),
+        "control_rates": (
+            None if control_rates is None else number_list(control_rates, "--control-rates", "3e-4,1e-3,3e-3")
+        ),
         "arms": tuple(Arm.parse(text) for text in arm) if arm else None,
         "every_host": every_host or None,
     }  # fmt: skip
@@ -103,7 +107,7 @@ def operation(
     if summary and output is None:
         raise UsageError("--summary: name the results with --output")
     if plot is not None:
-        results.check_picture(plot)
+        check_plot_path(plot)
     where = pick_device(device)
     with (
         tempfile.TemporaryDirectory() if output is None else nullcontext(output) as folder,
@@ -121,28 +125,6 @@ def operation(
         err.print(f"wrote {plot}", highlight=False)
     if not write_json(result, json):
         print_result(result)
-
-
-def _seeds(text: str) -> list[int]:
-    from surgery.errors import UsageError
-
-    found: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            found += range(int(first), int(last if dash else first) + 1)
-    except ValueError:
-        raise UsageError(f"--seeds {text}: write for example 0-4 or 100,101") from None
-    return found
-
-
-def _rates(text: str) -> list[float]:
-    from surgery.errors import UsageError
-
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--control-rates {text}: write for example 3e-4,1e-3,3e-3") from None
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -74,6 +74,11 @@ class AssociativeRecall:
         """Tokens of a sequence."""
         return self.length or self.context + 2 * self.pairs
 
+    @property
+    def answers(self) -> int:
+        """Answers of a sequence."""
+        return self.pairs
+
     def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw sequences on the generator's device.
 

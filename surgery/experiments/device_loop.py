@@ -8,13 +8,12 @@ counter that lives there. A recorded step therefore does what the same step does
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from surgery.adaptation.parameters import MAX_GRAD_NORM
-from surgery.experiments.associative_recall import AssociativeRecall
 
 BLOCK = 50  # steps whose sequences are drawn at once
 EAGER = 3  # unrecorded steps before a recording: kernels are compiled and the optimiser's state is made in them
@@ -25,11 +24,21 @@ def autocast(device: str) -> torch.autocast:
     return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=device.startswith("cuda"), cache_enabled=False)
 
 
+class Task(Protocol):
+    """What is trained on: ``draw`` gives the tensors of ``count`` sequences, on the generator's device, and ``answers``
+    says how many answers of each are scored."""
+
+    @property
+    def answers(self) -> int: ...
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[Tensor, ...]: ...
+
+
 class DeviceLoop:
-    """Optimiser steps of a loss on sequences of associative recall.
+    """Optimiser steps of a loss on sequences of a task.
 
     Args:
-        distiller: the loss; a module called with ids, targets and their count.
+        distiller: the loss; a module called with the task's tensors and the count of answers.
         adam: its optimiser; ``factors`` scale its groups' learning rates, a number per step.
         parameters: what the optimiser trains.
         doses: the value per step of each of the buffers ``targets``.
@@ -67,16 +76,15 @@ class DeviceLoop:
         self.losses: list[float] = []
         self.graph: Any = None
 
-    def run(self, task: AssociativeRecall, batch: int, generator: torch.Generator, stop: int) -> Iterator[None]:
+    def run(self, task: Task, batch: int, generator: torch.Generator, stop: int) -> Iterator[None]:
         """Train on ``task`` until ``stop`` steps are done in all, or a step failed. Yields after each block."""
-        ids = torch.zeros(BLOCK, batch, task.tokens, dtype=torch.int64, device=self.device)
-        targets = torch.zeros_like(ids)
-        count = torch.tensor(batch * task.pairs, device=self.device)
+        buffers: list[Tensor] = []
+        count = torch.tensor(batch * task.answers, device=self.device)
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
 
         def one() -> None:
             at = self.step - first
-            loss = self._loss(ids.index_select(0, at)[0], targets.index_select(0, at)[0], count)
+            loss = self._loss([buffer.index_select(0, at)[0] for buffer in buffers], count)
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM)
             finite = torch.isfinite(norm) & torch.isfinite(loss)
             self.bad.copy_(torch.where((self.bad < 0) & ~finite, self.step, self.bad))
@@ -90,9 +98,11 @@ class DeviceLoop:
         eager = EAGER
         while self.done < stop and self.failed is None:
             size = min(BLOCK, stop - self.done)
-            drawn = task.draw(size * batch, generator)
-            for buffer, new in zip((ids, targets), drawn, strict=True):
-                buffer[:size].copy_(new.view(size, batch, -1))
+            drawn = [x.view(size, batch, *x.shape[1:]) for x in task.draw(size * batch, generator)]
+            if not buffers:
+                buffers += [x.new_zeros(BLOCK, *x.shape[1:]) for x in drawn]
+            for buffer, new in zip(buffers, drawn, strict=True):
+                buffer[:size].copy_(new)
             first.copy_(self.step)
             for _ in range(size):
                 if self.graph is not None:
@@ -115,13 +125,13 @@ class DeviceLoop:
         self.graph = None
         self.adam.zero_grad(set_to_none=True)
 
-    def _loss(self, ids: Tensor, targets: Tensor, count: Tensor) -> Tensor:
+    def _loss(self, batch: list[Tensor], count: Tensor) -> Tensor:
         dose = self.doses.index_select(0, self.step)[0]
         for buffer in self.targets:
             buffer.copy_(dose)
         self.adam.zero_grad(set_to_none=True)
         with autocast(self.device):
-            loss = self.distiller(ids, targets, count=count)["loss"]
+            loss = self.distiller(*batch, count=count)["loss"]
         loss.backward()
         return loss.detach()
 

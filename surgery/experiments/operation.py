@@ -13,30 +13,20 @@ read at 1.5 times the pairs, and adapted for twice the steps.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
 from dataclasses import asdict
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from surgery.checkpoint.locking import hold
-from surgery.checkpoint.staging import write_atomic
-from surgery.errors import JobError, UsageError
+from surgery.errors import UsageError
+from surgery.experiments.jobs import SETTINGS, Steps, claim, ended, kept, run_jobs
 from surgery.experiments.operation_results import summarise
 from surgery.experiments.recall_training import training
 from surgery.experiments.study import Job, Study, counts, read
-from surgery.results import json_text, strict
-
-STUDY = "study.json"  # what the results of a folder have in common
-Following = Callable[[], Job | None]
-Finish = Callable[[Job, dict[str, Any] | None], None]
+from surgery.results import strict
 
 
 def run(
@@ -62,9 +52,9 @@ def run(
         UsageError: the folder holds results of other settings.
         JobError: a job failed; what was finished stays.
     """
-    if summary and not (folder / STUDY).is_file():
-        raise UsageError(f"--output {folder}: holds no {STUDY}, so no results of this command")
-    _claim(study, folder)
+    if summary and not (folder / SETTINGS).is_file():
+        raise UsageError(f"--output {folder}: holds no {SETTINGS}, so no results of this command")
+    claim(folder, study.fixed())
     if summary:
         return summarise(study, folder)
     ready = deque(Job(seed) for seed in study.seeds)
@@ -97,116 +87,21 @@ def run(
             finish(job, known)
         return None
 
-    if device == "cuda":
-        _on_streams(study, folder, following, finish, jobs)
-    elif jobs > 1:
-        _in_processes(study, folder, following, finish, jobs)
-    else:
-        while (job := following()) is not None:
-            finish(job, work(study, job, str(folder), device))
+    run_jobs(partial(working, study, folder), following, finish, device=device, jobs=jobs)
     return summarise(study, folder)
-
-
-def _in_processes(study: Study, folder: Path, following: Following, finish: Finish, jobs: int) -> None:
-    """Run jobs in processes of a CPU."""
-    waiting: dict[Future, Job] = {}
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _start_worker, (threads,))
-    try:
-        while True:
-            while len(waiting) < jobs and (job := following()) is not None:
-                waiting[pool.submit(work, study, job, str(folder), "cpu")] = job
-            if not waiting:
-                return
-            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                finish(waiting.pop(future), future.result())
-    except BrokenProcessPool:
-        raise JobError(
-            "a worker process ended without a word, for want of memory perhaps\n"
-            "  run the same command again, with fewer --jobs: finished jobs are kept"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _on_streams(study: Study, folder: Path, following: Following, finish: Finish, jobs: int) -> None:
-    """Run jobs on streams of one process: small kernels of several then run at once, which processes would not."""
-    import torch
-
-    running: list[tuple[Job, Any, torch.cuda.Stream]] = []
-    while True:
-        while len(running) < jobs and (job := following()) is not None:
-            running.append((job, working(study, job, folder, "cuda"), torch.cuda.Stream()))
-        if not running:
-            return
-        for one in list(running):
-            job, steps, stream = one
-            try:
-                with torch.cuda.stream(stream):
-                    next(steps)
-            except StopIteration as end:
-                running.remove(one)
-                finish(job, end.value)
 
 
 def work(study: Study, job: Job, folder: str, device: str) -> dict[str, Any] | None:
     """Run one job to its end; see :func:`working`."""
-    steps = working(study, job, Path(folder), device)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    return ended(working(study, Path(folder), job, device))
 
 
-def working(study: Study, job: Job, place: Path, device: str) -> Generator[None, None, dict[str, Any] | None]:
+def working(study: Study, place: Path, job: Job, device: str) -> Steps:
     """Run one job and write its result, complete or not at all; None where another process is at it. Yields as
     :func:`surgery.experiments.recall_training.training` does."""
-    with _only_one(place / f".{job.name}.lock") as mine:
-        if not mine:
-            return None
-        result = read(place, job)
-        if result is None:
-            result = strict((yield from training(study, job, place, device)))
-            if job.arm is not None:
-                result["arm"] = strict(asdict(job.arm))
-            write_atomic(place / f"{job.name}.json", json_text(result) + "\n")
-        return result
 
+    def steps() -> Steps:
+        result = yield from training(study, job, place, device)
+        return result if job.arm is None else {**result, "arm": strict(asdict(job.arm))}
 
-def _claim(study: Study, folder: Path) -> None:
-    """Make ``folder`` the study's, or refuse one that is another's."""
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--output {folder}: is a file; name a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / STUDY
-    fixed = strict(study.fixed())
-    if not path.exists():
-        if any(entry.name[0] != "." for entry in folder.iterdir()):
-            raise UsageError(f"--output {folder}: holds files but no {STUDY}; name a new or empty folder")
-        write_atomic(path, json_text(fixed) + "\n")
-    try:
-        known = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError):
-        raise UsageError(f"{path}: does not say what the results beside it are of; name a new --output") from None
-    for key, value in fixed.items():
-        if known.get(key) != value:
-            raise UsageError(f"--output {folder}: holds results with {key} {known.get(key)}, not {value}; name another")
-
-
-def _start_worker(threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[bool]:
-    """Hold the lock ``path`` if no other process does; whether it is held. A process that ends lets go of it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(hold(path, path.name))
-        except UsageError:
-            yield False
-            return
-        yield True
+    return kept(place / f"{job.name}.json", lambda: read(place, job), steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 
 import torch
 
-from surgery.checkpoint.staging import check_file, write_result
-from surgery.errors import UsageError
 from surgery.evaluation.intervals import mean_interval
+from surgery.evaluation.plots import new_figure, save_figure
 from surgery.experiments.study import BEYOND, LONGER, Arm, Job, Study, counts, read
 
 # title -> times the adaptation's steps, and the figure
@@ -90,25 +88,10 @@ def _figure(result: dict[str, Any], figure: str) -> float:
     return 0.0 if "not_finite" in result else result[figure]
 
 
-def check_picture(path: Path) -> None:
-    """Refuse a place or a format before any work.
-
-    Raises:
-        UsageError: no file can be written there, or matplotlib writes no such format.
-    """
-    from matplotlib.figure import Figure
-
-    check_file(path, "--plot")
-    if path.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
-        raise UsageError(f"--plot {path}: no such picture format; use a name that ends in .png, .svg or .pdf")
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw each arm's difference to its control: every seed, and the mean with its interval."""
-    from matplotlib.figure import Figure
-
     study, group = result["study"], "every" if result["study"]["every_host"] else "counted"
-    figure = Figure(figsize=(2.2 + 1.6 * max(2, len(result["rows"])), 3.6), layout="constrained")
+    figure = new_figure(2.2 + 1.6 * max(2, len(result["rows"])), 3.6)
     axes = figure.add_subplot()
     axes.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     width = 0.8 / len(READINGS)
@@ -129,6 +112,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{study['host']}, {study['task']}, {study['pairs']} pairs", fontsize="medium")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format=path.suffix[1:].lower())
-    write_result(path, picture.getvalue())
+    save_figure(figure, path)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from surgery.adaptation.distiller import Distiller
 from surgery.adaptation.parameters import optimizer, select
@@ -106,19 +106,28 @@ def training(study: Study, job: Job, place: Path, device: str) -> Generator[None
         figures = yield from _host(study, job, place, device)
     else:
         figures = yield from _adaptation(study, job, place, device)
+    return {"job": job.name, **figures, **made_with(start, device)}
+
+
+def made_with(start: float, device: str) -> dict[str, Any]:
+    """Return what a result says of its making, which began at ``start`` of the monotonic clock."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    made_with = {"seconds": time.monotonic() - start, "torch": str(torch.__version__), "device": name}
-    return {"job": job.name, **figures, **made_with}
+    return {"seconds": time.monotonic() - start, "torch": str(torch.__version__), "device": name}
+
+
+def host_model(config: Mapping[str, Any], seed: int, device: str) -> nn.Module:
+    """Return an untrained host of ``LAYERS`` layers."""
+    torch.manual_seed(seed)
+    model = adapter_for(config).build(config).float()
+    initialise(model, HORIZONS, seed)
+    with torch.no_grad():  # a token must be seen through what the first layer adds: 0.02 learns far more slowly
+        model.get_input_embeddings().weight.mul_(EMBEDDING / 0.02)
+    return model.to(device)
 
 
 def _host(study: Study, job: Job, place: Path, device: str) -> Generator[None, None, dict[str, Any]]:
     config = host_config(study)
-    torch.manual_seed(job.seed)
-    model = adapter_for(config).build(config).float()
-    initialise(model, HORIZONS, job.seed)
-    with torch.no_grad():  # a token must be seen through what the first layer adds: 0.02 learns far more slowly
-        model.get_input_embeddings().weight.mul_(EMBEDDING / 0.02)
-    model.to(device)
+    model = host_model(config, job.seed, device)
     tokens = study.recall().tokens
     phase = Phase(
         kind="next-token", steps=study.steps, context=tokens, batch=tokens * study.batch,
@@ -159,7 +168,7 @@ def _train(
     loop = device_loop(body, memories, phase, dose, device, job.name)
     # the same sequences for the control and for every arm of a seed
     generator = torch.Generator(device).manual_seed(2 * job.seed + (job.arm is not None))
-    validation = _sequences(task, VALIDATION, study.tested // 2, device)
+    validation = sequences(task, VALIDATION, study.tested // 2, device)
     three_quarters = 0.0
     start = time.monotonic()
     model.train()
@@ -170,16 +179,16 @@ def _train(
                 figures = dict.fromkeys(("validation", "test", "harder", "three_quarters"), 0.0)
                 return {**figures, "not_finite": loop.failed, "losses": loop.losses}
             if stop == 3 * steps // 4:
-                three_quarters = _accuracy(body, validation, device)
+                three_quarters = accuracy(body, validation, device)
                 model.train()
     seconds = time.monotonic() - start
     loop.release()
-    test = _sequences(task, TEST, study.tested, device)
-    harder = _sequences(study.harder(), HARDER, study.tested, device)
+    test = sequences(task, TEST, study.tested, device)
+    harder = sequences(study.harder(), HARDER, study.tested, device)
     return {
-        "validation": _accuracy(body, validation, device),
-        "test": _accuracy(body, test, device),
-        "harder": _accuracy(body, harder, device),
+        "validation": accuracy(body, validation, device),
+        "test": accuracy(body, test, device),
+        "harder": accuracy(body, harder, device),
         "three_quarters": three_quarters,
         "steps_per_second": steps / seconds,
         "losses": loop.losses,
@@ -191,7 +200,7 @@ def device_loop(
 ) -> DeviceLoop:
     """Return the loop that does the steps of a ``next-token`` phase: its selection, optimiser, rates and dose."""
     steps = phase.total_steps
-    selection = select(body.model, body.mixers, phase.trainable, phase=name)
+    selection = select(body.model, body.mixers, phase.trainable, phase=name, silent=dose.silent)
     schedule, warmup = phase.schedule, phase.warmup_steps
     return DeviceLoop(
         Distiller(body, objective(phase.kind).of(phase)),
@@ -213,18 +222,19 @@ def _stages(task: AssociativeRecall, steps: int) -> list[tuple[AssociativeRecall
     return stages
 
 
-def _sequences(task: AssociativeRecall, seed: int, count: int, device: str) -> tuple[Tensor, Tensor]:
+def sequences(task: AssociativeRecall, seed: int, count: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return ids and targets [count, tokens] that depend on the seed alone."""
     return task.draw(count, torch.Generator(device).manual_seed(seed))
 
 
 @torch.no_grad()
-def _accuracy(body: Body, sequences: tuple[Tensor, Tensor], device: str) -> float:
+def accuracy(body: Body, asked_of: tuple[Tensor, Tensor], device: str) -> float:
     """Return the share of queries whose most probable token is the value."""
     body.model.eval()
     right = torch.zeros((), dtype=torch.int64, device=device)
-    for ids, targets in zip(*(x.split(READ_AT_ONCE) for x in sequences), strict=True):
+    for ids, targets in zip(*(x.split(READ_AT_ONCE) for x in asked_of), strict=True):
         asked = targets >= 0
         with autocast(device):
             logits = body.head(body.run(ids)[asked])
         right += (logits.argmax(-1) == targets[asked]).sum()
-    return right.item() / int((sequences[1] >= 0).sum())
+    return right.item() / int((asked_of[1] >= 0).sum())

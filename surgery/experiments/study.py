@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from surgery.errors import UsageError
 from surgery.experiments.associative_recall import TASKS, AssociativeRecall
+from surgery.experiments.jobs import read_result
 from surgery.experiments.recall_training import recipe_text
 from surgery.results import strict
 
@@ -81,7 +81,8 @@ class Arm:
             try:
                 load_recipe(file)
             except UsageError as error:
-                message = re.sub(rf"{re.escape(str(file))}(:\d+)?: ", "", str(error))
+                first = str(error).split("\nerror: ")[0]  # a rate stands in two places
+                message = re.sub(rf"^{re.escape(str(file))}(:\d+)?: ", "", first)
                 message = re.sub(r"phases\[0\]\.(dose\.)?", "", message)
                 raise UsageError(f"{source}: {message}") from None
 
@@ -213,15 +214,7 @@ def read(folder: Path, job: Job) -> dict[str, Any] | None:
         UsageError: the result is that of another arm of the same name, or is no result.
     """
     path = folder / f"{job.name}.json"
-    if not path.is_file():
-        return None
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        whole = {"validation", "test", "harder"} <= result.keys()
-    except (ValueError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
-        raise UsageError(f"{path}: is no result of this command; remove it, and its job runs again")
-    if job.arm is not None and result["arm"] != strict(asdict(job.arm)):
+    result = read_result(path, ("validation", "test", "harder"))
+    if result is not None and job.arm is not None and result["arm"] != strict(asdict(job.arm)):
         raise UsageError(f"{path}: holds another arm of that name, {result['arm']}; name this one otherwise")
     return result

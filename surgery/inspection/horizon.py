@@ -20,6 +20,7 @@ from surgery.data.tokens import Tokens, require_context
 from surgery.errors import JobError, UsageError
 from surgery.evaluation.finite import first_nonfinite
 from surgery.evaluation.perplexity import Reader, evaluating
+from surgery.inspection.gains import GainMeter, cuts
 from surgery.memory.base import MemoryGeometry, MemoryInputs
 from surgery.memory.modules import device_of, fetched
 
@@ -47,7 +48,8 @@ class LayerHorizon:
         heads: mean of N_t over tokens, a head. heads_log_mean: the same for the log-mean.
         tokens: tokens read; None for the estimate without data.
         rule: the memory's rule. dose: its dose, None for the host's rule.
-        diagnostics: figures a head of an upgraded layer's state after the text, by name.
+        diagnostics: figures a head of an upgraded layer's state after the text, and of its last writes, by name.
+        gains: those of writes along the text, means over the heads; see :class:`surgery.inspection.gains.GainMeter`.
     """
 
     layer: int
@@ -64,6 +66,7 @@ class LayerHorizon:
     rule: str = "host"
     dose: float | None = None
     diagnostics: dict[str, list[float]] | None = None
+    gains: dict[str, list[float]] | None = None
 
     def figure(self, metric: str) -> float:
         """The figure that ``metric`` ranks by."""
@@ -172,7 +175,8 @@ def measure_horizons(
         progress: called with the number of tokens just read.
 
     Returns:
-        The figures of each layer, in order of layers; with ``diagnostics`` where the memory is not the host's.
+        The figures of each layer, in order of layers; with ``diagnostics`` and ``gains`` where the memory is not the
+        host's.
 
     Raises:
         UsageError: the text is empty.
@@ -183,7 +187,8 @@ def measure_horizons(
     meters: dict[int, HorizonMeter] = {}
     doses: dict[int, float] = {}
     diagnostics: dict[int, dict[str, list[float]]] = {}
-    last = False
+    gains: dict[int, GainMeter] = {}
+    last, before = False, 0
 
     def watch(layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -193,8 +198,11 @@ def measure_horizons(
             if layer not in meters:  # where the layer computes, which need not be where the next one does
                 meters[layer] = _meter(module.geometry, inputs.log_decay.device)
             meters[layer].add(inputs.log_decay)
-            if last and module.rule != "host":  # here, where a streamed block is in memory
-                with fetched(module):
+            if module.rule == "host":
+                return
+            with fetched(module):  # here, where a streamed block is in memory
+                gains.setdefault(layer, GainMeter()).add(module, inputs, args[1] if len(args) > 1 else None, before)
+                if last:
                     doses[layer] = module.dose.item()
                     diagnostics[layer] = _diagnostics(module, output[1], meters[layer].mean_log_decay)
 
@@ -204,9 +212,11 @@ def measure_horizons(
     reader = Reader(model)
     try:
         with evaluating(model):
-            for start in range(0, len(tokens), segment):
-                last = start + segment >= len(tokens)
-                ids = tokens.ids[start : start + segment].to(device)
+            upgraded = any(mixer.memory.rule != "host" for mixer in mixers.values())
+            starts = cuts(len(tokens), segment, upgraded)
+            for before, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+                last = end == len(tokens)
+                ids = tokens.ids[before:end].to(device)
                 try:
                     reader.read(ids[None], carry=True)
                 except _NotANumber as error:
@@ -225,7 +235,8 @@ def measure_horizons(
                 memory = mixers[layer].memory
                 about: dict[str, Any] = {"rule": memory.rule}
                 if layer in diagnostics:
-                    about |= {"dose": doses[layer], "diagnostics": diagnostics[layer]}
+                    about |= {"dose": doses[layer], "diagnostics": diagnostics[layer] | gains[layer].last()}
+                    about["gains"] = gains[layer].along()
                 figures.append(meters[layer].result(layer, **about))
             return figures
     finally:

@@ -32,6 +32,8 @@ def plot_horizons(
         title: what was measured, on what.
         path: the suffix (.png, .pdf, .svg) says the format.
         probe: also bars of each swap's drift at dose 1, with the slope of the loss at dose 0 written beside them.
+
+    Of layers whose writes have a gain, its course along the text is drawn as well, beside the host's.
     """
     from matplotlib.colors import LogNorm
 
@@ -40,9 +42,12 @@ def plot_horizons(
     heads = max(len(figure.heads) for figure in figures)
     height = min(16.0, max(3.6, 1.6 + (0.28 if rows <= 24 else 0.19) * rows))
     written = rows * heads <= 160  # each cell has its figure in it
-    probes = [] if probe is None else [1]
-    picture = new_figure(min(18.0, 7.0 + 3.5 * len(probes) + (0.3 if written else 0.1) * heads), height)
-    bars, *more, heat = picture.subplots(1, 2 + len(probes), width_ratios=[1, *probes, 1.6])
+    gained = [figure for figure in figures if figure.gains]
+    between = [1] * ((probe is not None) + bool(gained))
+    picture = new_figure(min(18.0, 7.0 + 3.5 * len(between) + (0.3 if written else 0.1) * heads), height)
+    bars, *more, heat = picture.subplots(1, 2 + len(between), width_ratios=[1, *between, 1.6])
+    if gained:
+        _draw_gains(more.pop(), gained)
     places = range(rows)
     colours = [CHOSEN if figure.layer in chosen else OTHER for figure in figures]
     values = [figure.figure(metric) for figure in figures]
@@ -99,6 +104,20 @@ def _draw_probe(axis: Any, probe: Probe, figures: list[LayerHorizon], colours: l
     axis.set_ylim(len(figures) - 0.5, -0.5)
     axis.set_xlabel(f"KL at dose 1 of {probe.rule}, nats a token\n(written: slope of the loss at dose 0)")
     axis.grid(axis="x", alpha=0.25)
+
+
+def _draw_gains(axis: Any, figures: list[LayerHorizon]) -> None:
+    """Mean gain of the heads along the text, dashed the host's where it has one."""
+    for number, figure in enumerate(figures):
+        gains, colour = figure.gains, f"C{number % 10}"
+        axis.plot(gains["tokens"], gains["gain"], marker=".", color=colour, label=f"layer {figure.layer}")
+        if any(gains["host_gain"]):
+            axis.plot(gains["tokens"], gains["host_gain"], color=colour, linestyle="--", linewidth=1)
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("tokens read")
+    axis.set_ylabel("gain of a write (dashed: the host's)")
+    axis.legend(frameon=False, fontsize=7)
+    axis.grid(alpha=0.25)
 
 
 def _ticks(count: int, most: int) -> list[int]:

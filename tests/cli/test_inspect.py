@@ -80,6 +80,25 @@ def test_upgraded_model_is_described(surgery, bases, write_recipe, tmp_path):
     assert min(found["layers"][1]["diagnostics"]["importance_spread"]) > 0
 
 
+def test_the_gain_of_an_upgraded_layer_is_shown(surgery, bases, write_recipe, tmp_path):
+    recipe = write_recipe(
+        f"model: {bases['gated_deltanet']}\nlayers: [1]\nmemory: {{rule: bayesian, start: paper, noise: restoring}}\n"
+    )
+    swapped, plot, figures = tmp_path / "swapped", tmp_path / "gains.png", tmp_path / "figures.json"
+    assert surgery("apply", recipe, "--output", swapped, "--drift", "skip").code == 0
+    result = surgery("inspect", swapped, "--tokens", 300, "--plot", plot, "--json", figures)
+    assert result.code == 0, result.err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    described = json.loads(figures.read_text())["layers"][1]
+    gain, host = (sorted(described["diagnostics"][name]) for name in ("gain", "host_gain"))
+    assert gain[0] > 0 and gain[-1] <= 1 and gain != host
+    header, *rows = (line.split() for line in result.out.splitlines() if "cond" in line or "bayesian" in line)
+    shown = dict(zip(header[::-1], next(row for row in rows if "1" in row[:2])[::-1], strict=False))
+    assert float(shown["gain"]) == pytest.approx(gain[len(gain) // 2], rel=5e-3)
+    assert float(shown["host's"]) == pytest.approx(host[len(host) // 2], rel=5e-3)
+    assert described["gains"]["tokens"] == [0, 300 - 16]
+
+
 def test_refusals(surgery, bases, tmp_path):
     model = bases["mamba2"]
     short = tmp_path / "short.txt"

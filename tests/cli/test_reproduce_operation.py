@@ -8,8 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from surgery.cli.lists import whole_list
 from surgery.cli.reproduce import register
-from surgery.cli.reproduce_operation import QUICK, _seeds
+from surgery.cli.reproduce_operation import QUICK
 from surgery.errors import UsageError
 from surgery.experiments.study import Study
 
@@ -68,7 +69,7 @@ def test_quick_stays_small():
 
 
 def test_seeds_are_lists_and_ranges():
-    assert _seeds("0-2,7,100-101") == [0, 1, 2, 7, 100, 101]
+    assert whole_list("0-2,7,100-101", "--seeds") == (0, 1, 2, 7, 100, 101)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from surgery.adaptation.trainer import PhaseTrainer, Settings
 from surgery.errors import UsageError
 from surgery.experiments import operation, operation_results, recall_training
 from surgery.experiments.device_loop import DeviceLoop
+from surgery.experiments.jobs import claim, only_one
 from surgery.experiments.operation import run, work
 from surgery.experiments.study import HOSTS, Arm, Job, Study, read
 from surgery.hosts import adapter_for, load_model
@@ -32,7 +33,7 @@ def hosted(request, tmp_path_factory):
     """A study with a host that was trained for a few steps, and their folder."""
     folder = tmp_path_factory.mktemp(request.param)
     study = Study(host=request.param, seeds=(0,), arms=(ARM,), control_rates=(1e-3,), every_host=True, **SIZES)
-    operation._claim(study, folder)
+    claim(folder, study.fixed())
     work(study, Job(0), str(folder), "cpu")
     return study, folder
 
@@ -145,8 +146,9 @@ def finished(job_of):
 
 def test_a_job_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
     study, job = Study(seeds=(0,), arms=(), **SIZES), Job(0)
-    monkeypatch.setattr(operation, "training", finished(lambda *_: {"validation": 0.9, "test": 0.8, "harder": 0.7}))
-    with operation._only_one(tmp_path / f".{job.name}.lock") as mine:
+    result = {"job": "x", "validation": 0.9, "test": 0.8, "harder": 0.7}
+    monkeypatch.setattr(operation, "training", finished(lambda *_: result))
+    with only_one(tmp_path / f".{job.name}.lock") as mine:
         with ThreadPoolExecutor(1) as other:  # to a lock, another thread is as another process
             assert mine and other.submit(work, study, job, str(tmp_path), "cpu").result() is None
         assert read(tmp_path, job) is None
@@ -163,9 +165,9 @@ def fake_jobs(monkeypatch, hosts: dict[int, tuple[float, float]], figures: dict)
         ran.append(job.name)
         if job.arm is None:
             validation, before = hosts[job.seed]
-            return {"validation": validation, "three_quarters": before, "test": 0.5, "harder": 0.4}
+            return {"job": job.name, "validation": validation, "three_quarters": before, "test": 0.5, "harder": 0.4}
         validation, test = figures.get((job.seed, job.arm.name, job.arm.rate, job.steps), (0.1, 0.1))
-        return {"validation": validation, "test": test, "harder": test / 2}
+        return {"job": job.name, "validation": validation, "test": test, "harder": test / 2}
 
     monkeypatch.setattr(operation, "training", finished(job_of))
     return ran

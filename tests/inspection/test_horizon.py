@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from surgery.data.texts import load_text
 from surgery.data.tokens import Tokens, encode
 from surgery.errors import JobError, UsageError
 from surgery.hosts import adapter_for, load_model, read_config
+from surgery.inspection.gains import WRITES
 from surgery.inspection.horizon import CAP, HorizonMeter, horizon, measure_horizons, ranked, static_horizons
 from surgery.inspection.measure import inspect_model, inspect_static, rank_layers
 
@@ -189,6 +191,50 @@ def test_bayesian_layers_show_the_predicted_covariances_condition(make_checkpoin
     expected = (values[:, -1] / values[:, 0]).tolist()
     assert figure.diagnostics["covariance_condition"] == pytest.approx(expected, rel=1e-3)
     assert max(expected) > 1.1
+
+
+@pytest.mark.parametrize("dose", (0.0, 1.0))
+def test_bayesian_layers_show_their_gain_along_the_text(make_checkpoint, dose):
+    """The share of a read's error that each write of the last tokens takes off, from the layer itself: a write of zero
+    values turns the read at its own key into 1 - gain of what the decayed memory gives there."""
+
+    def raise_dose(adapter, model):
+        adapter.mixers(model)[2].memory.dose.fill_(dose)
+
+    path = make_checkpoint("gated_deltanet", {"rule": "bayesian", "layers": [2]}, raise_dose)
+    _, model, mixers = grafted(path)
+    tokens, caught = random_tokens(130), []
+    figures = measure_horizons(model, mixers, tokens, segment=50)
+    assert [figure.gains is None for figure in figures] == [True, True, False]
+    figure = figures[2]
+    assert figure.gains["tokens"] == [0, 50, 100, 130 - WRITES]
+    memory = mixers[2].memory
+    memory.register_forward_hook(lambda module, args, output: caught.append(args[0]))
+    with torch.no_grad():
+        model(tokens.ids[None])
+        (given,) = caught
+        _, state = memory(given.span(slice(0, 130 - WRITES)))
+        gains = []
+        for token in range(130 - WRITES, 130):
+            one = given.span(slice(token, token + 1))
+            one = replace(one, q=one.k, v=torch.zeros_like(one.v))
+            kept, heads = state[..., : memory.geometry.value_dim], memory.geometry.num_heads
+            key = one.k[:, 0].repeat_interleave(heads // one.k.shape[2], dim=1)
+            before = (one.log_decay[:, 0].exp()[..., None, None] * kept * key[..., None]).sum(-2)
+            after = memory(one, state)[0][:, 0]
+            gains.append(1 - (after * before).sum(-1)[0] / before.square().sum(-1)[0])
+    expected = torch.stack(gains).mean(0).tolist()
+    assert figure.diagnostics["gain"] == pytest.approx(expected, rel=1e-3)
+    assert figure.gains["gain"][-1] == pytest.approx(sum(expected) / len(expected), rel=1e-3)
+    same = figure.diagnostics["host_gain"] == pytest.approx(figure.diagnostics["gain"], rel=1e-5)
+    assert same == (dose == 0)
+
+
+def test_a_text_of_a_few_tokens_has_gains_too(make_checkpoint):
+    path = make_checkpoint("mamba2", {"rule": "bayesian", "layers": [1]}, lambda adapter, model: None)
+    _, model, mixers = grafted(path)
+    (figure,) = (one for one in measure_horizons(model, mixers, random_tokens(3)) if one.gains)
+    assert figure.gains["tokens"] == [0] and figure.gains["host_gain"] == [0]
 
 
 def test_ranking(make_checkpoint):

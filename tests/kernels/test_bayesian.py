@@ -135,6 +135,46 @@ def test_chunked_equals_sequential_for_other_noises(form, rho, noise):
     assert_same(results_and_gradients(chunked, arguments, p0, None, UNIT_GAIN[form]), expected, 1e-10)
 
 
+@pytest.mark.parametrize("tokens", (1, 45))
+@pytest.mark.parametrize("form", UNIT_GAIN)
+def test_the_reads_variance_is_that_of_the_covariance_after_each_write(form, tokens):
+    """Against the states of the sequential form; the chunked one with its gradients."""
+    arguments, p0 = lowered(form, tokens, boundaries=tokens > 8)
+    state = random_state(arguments, p0)
+    options = {"initial_covariance": p0, "unit_gain": UNIT_GAIN[form]}
+    o, variance, after = reference(*arguments, state=state, **options, return_variance=True)
+    plain = reference(*arguments, state=state, **options)
+    assert o.equal(plain[0]) and after.equal(plain[1]) and variance.shape == (2, tokens, 4)
+    carried = state
+    for t in range(tokens):
+        one = Arguments(*(x if x.ndim == 1 else x[:, t : t + 1] for x in arguments))
+        _, carried = reference(*one, state=carried, **options)
+        query = one.q[:, 0].repeat_interleave(2, dim=1)
+        expected = torch.einsum("bhk,bhkl,bhl->bh", query, carried[..., 6:], query)
+        torch.testing.assert_close(variance[:, t], expected, rtol=1e-12, atol=1e-12)
+
+    def gradients(rule, **more):
+        leaves = [x.detach().clone().requires_grad_() for x in (*arguments, state)]
+        found = rule(*leaves[:-1], state=leaves[-1], **options, return_variance=True, **more)[1]
+        weight = torch.cos(torch.arange(found.numel(), dtype=found.dtype)).view_as(found)
+        got = torch.autograd.grad((weight * found).sum(), leaves, allow_unused=True)
+        fields = dict(zip((*Arguments._fields, "state"), got, strict=True))
+        shrink = fields.pop("shrink")
+        if UNIT_GAIN[form] and shrink is not None:
+            fields["precision"] = fields["precision"] + shrink.sum((0, 1))
+        elif not UNIT_GAIN[form]:
+            fields["shrink"] = shrink
+        return found, {name: x for name, x in fields.items() if x is not None}
+
+    expected, wanted = gradients(reference)
+    for chunk_size in (4, 32):
+        found, got = gradients(chunked, chunk_size=chunk_size)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert got.keys() <= wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(got.get(name, torch.zeros_like(gradient)), gradient, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("chunk_size", (1, 4, 16, 64, 128))
 def test_every_chunk_size_and_both_factorisations_agree(chunk_size):
     arguments, p0 = lowered("gdn", 75, boundaries=True)

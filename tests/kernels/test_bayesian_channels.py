@@ -90,6 +90,18 @@ def test_chunked_equals_sequential_with_gradients(tokens, options):
     assert_same(results(chunked, arguments, **promised), results(reference, arguments, **promised), 1e-8)
 
 
+@pytest.mark.parametrize("above", (False, True))
+def test_the_reads_variance_is_that_of_the_covariance_after_each_write(above):
+    arguments, options = problem(45, boundaries=True, above=above, state=True)
+    _, variance, state = reference(**arguments, **options, return_variance=True)
+    query = arguments["q"][:, -1].repeat_interleave(2, dim=1)
+    expected = torch.einsum("bhk,bhkl,bhl->bh", query, state[..., 6:], query)
+    torch.testing.assert_close(variance[:, -1], expected, rtol=1e-12, atol=1e-12)
+    for chunk_size in (4, 32):
+        found = chunked(**arguments, **options, return_variance=True, chunk_size=chunk_size)
+        torch.testing.assert_close(found[1], variance, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("chunk_size", (1, 4, 128))
 def test_every_chunk_size_agrees(chunk_size):
     arguments, promised = problem(100, boundaries=True)
