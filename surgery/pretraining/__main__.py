@@ -47,6 +47,18 @@ def make_tokens(options: argparse.Namespace) -> None:
     print(f"mixed after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
+def make_rows(options: argparse.Namespace) -> None:
+    from surgery.pretraining.rows import Plan, write_rows
+
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - started:.0f} s: {line}", file=sys.stderr, flush=True)
+
+    plan = Plan(options.tokens, options.context, options.batch, seed=options.seed)
+    write_rows(options.corpus, options.tokenizer, options.output, plan, options.workers, say)
+
+
 def run_training(options: argparse.Namespace) -> None:
     import numpy as np
     import torch
@@ -103,6 +115,7 @@ def write_card(name: str, directory: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    from surgery.pretraining.rows import Plan
     from surgery.pretraining.train import Settings
 
     parser = argparse.ArgumentParser(
@@ -114,9 +127,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer.set_defaults(run=make_tokenizer)
     tokens = commands.add_parser("tokens", help="tokenise, generate recall documents, mix and shuffle")
     tokens.set_defaults(run=make_tokens)
-    tokens.add_argument("--tokens", type=count, default=Settings.tokens)
-    tokens.add_argument("--workers", type=int)
-    for command in (tokenizer, tokens):
+    rows = commands.add_parser("rows", help="tokenise and write the rows that recall bases are trained on")
+    rows.set_defaults(run=make_rows)
+    rows.add_argument("--context", type=int, default=Plan.context, help=f"tokens of a window; default {Plan.context}")
+    rows.add_argument("--batch", type=int, default=Plan.batch, help=f"rows; default {Plan.batch}")
+    for command, tokens_by_default in ((tokens, Settings.tokens), (rows, Plan.tokens)):
+        command.add_argument("--tokens", type=count, default=tokens_by_default, help="for example 300M")
+        command.add_argument("--workers", type=int)
+    for command in (tokenizer, tokens, rows):
         command.add_argument("--corpus", type=Path, required=True)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--output", type=Path, required=True)
@@ -133,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, field in Settings.__dataclass_fields__.items():
         kind = count if name == "tokens" else type(field.default)
         training.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"default {field.default}")
-    for command in (tokens, training):
+    for command in (tokens, rows, training):
         command.add_argument("--tokenizer", type=Path, required=True)
 
     options = parser.parse_args(arguments)
