@@ -7,6 +7,7 @@ the batch, the learning rates and the sums that are logged are found on the devi
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from surgery.errors import UsageError
@@ -86,6 +89,7 @@ class Training:
             (:mod:`surgery.pretraining.rows`), not a plain stream.
         config, horizons: in place of the base's own, for tests.
         checkpoint: a file from which training continues if it exists, and which :meth:`save` renews.
+        start: where there is no checkpoint yet, an exported base to continue from, with its training.json.
         compiled: None for what suits the device.
 
     Raises:
@@ -103,6 +107,7 @@ class Training:
         config: dict[str, Any] | None = None,
         horizons: tuple[float, ...] | None = None,
         checkpoint: Path | None = None,
+        start: Path | None = None,
         compiled: bool | None = None,
     ) -> None:
         rows, context = settings.batch, settings.context
@@ -137,6 +142,8 @@ class Training:
         factors = [rate(step, self.steps) for step in range(self.steps)]
         if checkpoint is not None and checkpoint.exists():
             self._continue(torch.load(checkpoint, map_location=device, weights_only=True), factors)
+        elif start is not None:
+            self._continue(exported(start, name), factors)
         self.factors = torch.tensor(factors, device=device)
         self._lead()
         self.graph: Any = None
@@ -153,7 +160,9 @@ class Training:
             self.mark = time.monotonic()
 
     def _continue(self, saved: dict[str, Any], factors: list[float]) -> None:
-        self.model.load_state_dict(saved["model"])
+        missing, unknown = self.model.load_state_dict(saved["model"], strict=False)
+        if unknown or set(missing) - {"lm_head.weight"}:
+            raise UsageError(f"{self.name}: weights of another base: {', '.join([*unknown, *missing][:3])}")
         self.done, self.history = saved["step"], saved["history"]
         self.step.fill_(self.done)
         if saved["optimisers"] is None:
@@ -270,16 +279,16 @@ class Training:
         self.mark, self.marked = time.monotonic(), self.done
         self.sums.zero_()
 
-    def save(self, light: bool = False) -> None:
-        """Renew the checkpoint: all that continuing needs to the bit, or ``light``, the weights alone."""
+    def save(self) -> None:
+        """Renew the checkpoint: all that continuing needs to the bit."""
         if self.cuda:
             self.stream.synchronize()
         state = {
             "model": self.model.state_dict(),
-            "optimisers": None if light else [optimiser.state_dict() for optimiser in self.optimisers],
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
             "step": self.done,
             "history": self.history,
-            "carries": None if light else [tuple(carry) for carry in self.carries],
+            "carries": [tuple(carry) for carry in self.carries],
         }
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         partial = self.checkpoint.with_suffix(".partial")
@@ -301,6 +310,24 @@ class Training:
         about = {"base": self.name, "settings": asdict(self.settings), "steps": self.done, "tokens": tokens}
         name = torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
         return {**about, "torch": str(torch.__version__), "device": name, "history": self.history}
+
+
+def exported(directory: Path, name: str) -> dict[str, Any]:
+    """What a checkpoint holds, from an exported base: weights as they were rounded, no optimiser, empty memories.
+
+    Raises:
+        UsageError: the directory holds no such base.
+    """
+    try:
+        report = json.loads((directory / "training.json").read_text(encoding="utf-8"))
+        weights = load_file(directory / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"{directory}: no exported base with its training.json ({error})") from None
+    if report.get("base") != name:
+        raise UsageError(f"{directory}: base {report.get('base')}, not {name}")
+    return {
+        "model": weights, "optimisers": None, "step": report["steps"], "history": report["history"], "carries": None,
+    }  # fmt: skip
 
 
 def rate_at(training: Training) -> float:

@@ -38,7 +38,8 @@ class Muon(torch.optim.Optimizer):
     Args:
         matrices: pairs of a parameter [R, C] and the row counts of its parts, which are orthogonalised separately (a
             fused projection is several matrices).
-        lr: learning rate, a number or a tensor without dimensions. An update's root mean square is 0.2 lr, as AdamW's (Liu et al., 2025).
+        lr: learning rate, a number or a tensor of one. An update's root mean square is 0.2 lr, as AdamW's (Liu et al.,
+            2025).
     """
 
     def __init__(self, matrices: Iterable[tuple[nn.Parameter, list[int]]], lr: float, weight_decay: float) -> None:
