@@ -9,7 +9,7 @@ import random
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from surgery.evaluation.words import ADJECTIVES, NOUNS
@@ -154,3 +154,14 @@ def distinct(rng: random.Random, words: Words, style: str, count: int) -> list[s
             break
         keys[draw_key(rng, words, style)] = None
     return list(keys)
+
+
+def draw_values(rng: random.Random, words: Words, styles: Sequence[str], count: int, taken: Iterable[str]) -> list[str]:
+    """``count`` different values, each of one of ``styles``, none of which is ``taken`` as a key."""
+    taken, values = set(taken), []
+    while len(values) < count:
+        value = draw_value(rng, words, rng.choice(styles))
+        if value not in taken:
+            values.append(value)
+            taken.add(value)
+    return values

@@ -82,9 +82,12 @@ def list_document(rng: random.Random, words: Words, haystack: str, progress: flo
 
 
 def _asked_between(rng: random.Random, keys: list[str], write, ask) -> None:
-    """Write the keys in turn, and after some of them ask for one written before: recent ones more often."""
+    """Write the keys in turn, and after some of them ask for one written before, recent ones more often; then
+    for half of them."""
     for index, key in enumerate(keys):
         write(key)
         while rng.random() < 0.5:
             back = min(index, int(rng.expovariate(1 / max(1.0, len(keys) / 4))))
             ask(keys[index - back])
+    for key in rng.sample(keys, k=max(1, len(keys) // 2)):
+        ask(key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from surgery.pretraining.documents import sentence_starts
-from surgery.pretraining.drawing import ANSWER, RANDOM, Document, Words, distinct, draw_value
+from surgery.pretraining.drawing import ANSWER, RANDOM, Document, Words, distinct, draw_values
 
 # the needle, the question with the start of its answer, and the start of an answer that lists several values
 WORDINGS = (
@@ -45,10 +45,8 @@ def needle_document(rng: random.Random, words: Words, haystack: str, progress: f
     key_style = "uuid" if style == "uuid" and rng.random() < 0.3 else rng.choice(("word", "pair", "rare", "name"))
     count = rng.choice((1, 2, 4) if size < 700 else (1, 2, 4, 8) if style == "uuid" else (1, 2, 4, 8, 12))
     several = rng.choice((2, 3, 4)) if rng.random() < 0.2 and style != "uuid" else 1
-    pairs = {
-        key: [draw_value(rng, words, style) for _ in range(several)]
-        for key in distinct(rng, words, key_style, max(1, count // several))
-    }
+    drawn = distinct(rng, words, key_style, max(1, count // several))
+    pairs = {key: draw_values(rng, words, (style,), several, drawn) for key in drawn}
     needle, question, collected = rng.choice(WORDINGS)
     needles = [(key, value) for key, values in pairs.items() for value in values]
     rng.shuffle(needles)

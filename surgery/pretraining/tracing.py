@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from surgery.pretraining.documents import sentence_starts
-from surgery.pretraining.drawing import ANSWER, RANDOM, Document, Words, distinct, draw_value
+from surgery.pretraining.drawing import ANSWER, RANDOM, Document, Words, distinct, draw_values
 
 # a name takes a value, a name takes another's, the question for a name's value, for all names of a value
 FORMS = (
@@ -29,7 +29,7 @@ def tracing_document(rng: random.Random, words: Words, haystack: str, progress: 
     rng.shuffle(order)
     held: dict[str, str] = {}
     members: list[list[str]] = [[] for _ in range(chains)]
-    values = [draw_value(rng, words, rng.choice(("short", "long", "word"))) for _ in range(chains)]
+    values = draw_values(rng, words, ("short", "long", "word"), chains, names)
     between = rng.random() < 0.5
     for chain, name in zip(order, names, strict=False):
         if between:
