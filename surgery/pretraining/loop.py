@@ -75,7 +75,7 @@ def device_data(stream: np.ndarray, rows: int, device: str) -> Tensor:
     int16 holds every stored token: ids of 12 bits and kinds of 2.
     """
     if stream.ndim == 2:
-        return torch.from_numpy(np.ascontiguousarray(stream).view(np.int16)).to(device)
+        return torch.from_numpy(np.array(stream).view(np.int16)).to(device)
     length = (len(stream) - 1) // rows
     flat = torch.from_numpy(stream[: rows * length + 1].astype(np.int16)).to(device)
     return flat.as_strided((rows, length + 1), (length, 1))

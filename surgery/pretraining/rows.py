@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class Plan:
     context: int = 2048
     batch: int = 32
     recall: tuple[float, float] = (0.45, 0.2)
+    code: float = 0.03
     seed: int = 0
 
     @property
@@ -91,7 +92,8 @@ def _write_row(tokenizer_path: Path, folder: Path, output: Path, words: Words, p
     """Fill one row of ``output`` and return its recall windows."""
     tokenizer = load_tokenizer(tokenizer_path)
     rng = random.Random(f"rows/{plan.seed}/{row}")
-    sources = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("books", "code")}
+    names = ("books", "code") if plan.code else ("books",)
+    sources = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
     haystacks = [_haystack(tokenizer, sources["books"], rng) for _ in range(HAYSTACKS)]
     segments = {
         name: iter(Segments(tokens, WINDOWS * plan.context, plan, row))
@@ -110,7 +112,7 @@ def _write_row(tokenizer_path: Path, folder: Path, output: Path, words: Words, p
             buffer[at : at + plan.context] = window
             windows, recalled = windows + 1, recalled + 1
         else:
-            name = "code" if "code" in segments and rng.random() < CODE else "books"
+            name = "code" if "code" in segments and rng.random() < plan.code else "books"
             count = min(WINDOWS, plan.steps - windows)
             buffer[at : at + count * plan.context] = next(segments[name])[: count * plan.context]
             windows += count
@@ -147,7 +149,7 @@ def write_rows(
     with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=get_context("spawn")) as pool:
         jobs = {
             name: [pool.submit(_encode_texts, tokenizer_path, path, part) for path in paths for part in range(PARTS)]
-            for name, paths in (("books", files), ("code", [None]))
+            for name, paths in (("books", files), ("code", [None]))[: 2 if plan.code else 1]
         }
         joined = {name: _joined([text for job in found for text in job.result()]) for name, found in jobs.items()}
         least = 2 * WINDOWS * plan.context * plan.batch
@@ -155,7 +157,7 @@ def write_rows(
             raise UsageError(f"{corpus}: {len(joined['books'])} tokens of books; {least} are needed for such rows")
         for name, tokens in joined.items():
             np.save(folder / f"{name}.npy", tokens)
-        say(f"text: {len(joined['books']):,} tokens of books, {len(joined['code']):,} of code")
+        say(f"tokens of text: {', '.join(f'{len(tokens):,} of {name}' for name, tokens in joined.items())}")
         rng = random.Random(f"words/{plan.seed}")
         texts = [_haystack(tokenizer, joined["books"], rng) for _ in range(WORD_TEXTS)]
         words = words_of(texts, lambda text: len(tokenizer.encode(text).ids))
@@ -183,6 +185,7 @@ def read_rows(path: Path) -> tuple[np.ndarray, Plan]:
     rows, beside = np.load(path, mmap_mode="r"), path.with_suffix(".json")
     try:
         plan = Plan(**json.loads(beside.read_text(encoding="utf-8")))
+        plan = replace(plan, recall=tuple(plan.recall))
         fits = rows.shape == (plan.batch, plan.steps * plan.context + 1)
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"{beside}: no plan of rows ({error}); write them again") from None

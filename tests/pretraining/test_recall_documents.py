@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter
@@ -145,7 +146,7 @@ def test_a_window_is_full_and_every_document_in_it_is_marked(words, haystack, to
         assert window.shape == (512,) and window.dtype == np.uint16 and ids[0] == 0
         begins = np.flatnonzero(ids == 0)
         # only the last document, which is text, may go without a question
-        for begin, end in zip(begins[:-1], begins[1:], strict=True):
+        for begin, end in itertools.pairwise(begins):
             assert (kinds[begin:end] == ANSWER).any()
 
 
