@@ -123,10 +123,10 @@ def finish(training, options: argparse.Namespace, output: Path, finished: bool) 
 
     from surgery.data.texts import load_text
     from surgery.pretraining.bases import BASES
-    from surgery.pretraining.data import load_tokenizer
     from surgery.pretraining.evaluate import evaluate, evaluate_recall
     from surgery.pretraining.export import LARGEST, export_base, round_to_stored
     from surgery.pretraining.report import say, write_report
+    from surgery.pretraining.tokenizer import load_tokenizer
 
     name, model, bundled = training.name, training.model, training.name in BASES
     if not options.no_export:

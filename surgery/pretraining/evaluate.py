@@ -26,9 +26,9 @@ from surgery.evaluation.recall import KINDS, needle_recall
 from surgery.graft import Graft
 from surgery.inspection.horizon import measure_horizons
 from surgery.pretraining.bases import CONTEXT
-from surgery.pretraining.data import load_tokenizer as plain_tokenizer
 from surgery.pretraining.list_recall import CELLS, Cell, list_recall, table
 from surgery.pretraining.report import say
+from surgery.pretraining.tokenizer import load_tokenizer as plain_tokenizer
 
 BITS_PER_BYTE = 1.45  # at most
 RECALL = 0.8  # at least, at 256 tokens

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 
-from surgery.pretraining.documents import sentence_starts
 from surgery.pretraining.drawing import ANSWER, RANDOM, Document, Words, distinct, draw_values
+from surgery.pretraining.sources import sentence_starts
 
 # the needle, the question with the start of its answer, and the start of an answer that lists several values
 WORDINGS = (

@@ -21,9 +21,9 @@ from numpy.lib.format import open_memmap
 
 from surgery.errors import UsageError
 from surgery.pretraining.curriculum import KIND_SHIFT, recall_window
-from surgery.pretraining.data import encode, load_tokenizer, pieces
-from surgery.pretraining.documents import book_files, read_text, split_books, standard_library
 from surgery.pretraining.drawing import Words, words_of
+from surgery.pretraining.sources import book_files, pieces, read_text, split_books, standard_library
+from surgery.pretraining.tokenizer import encode, load_tokenizer
 
 WINDOWS = 8  # of a segment of text
 PARTS = 3  # of a file of books: there are more processes than files

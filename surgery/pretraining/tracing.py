@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from surgery.pretraining.documents import sentence_starts
 from surgery.pretraining.drawing import ANSWER, RANDOM, Document, Words, distinct, draw_values
+from surgery.pretraining.sources import sentence_starts
 
 # a name takes a value, a name takes another's, the question for a name's value, for all names of a value
 FORMS = (

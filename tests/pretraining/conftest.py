@@ -9,7 +9,7 @@ import pytest
 
 from surgery.pretraining import bases
 from surgery.pretraining.drawing import words_of
-from surgery.pretraining.tokenizer import save_tokenizer, train_tokenizer
+from surgery.pretraining.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 SMALL = {
     "recall-mamba2": {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "state_size": 8},
@@ -43,8 +43,6 @@ def tokenizer_path(tmp_path_factory, haystack):
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_path):
-    from surgery.pretraining.data import load_tokenizer
-
     return load_tokenizer(tokenizer_path)
 
 

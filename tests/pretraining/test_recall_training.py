@@ -91,7 +91,7 @@ def test_the_base_has_its_size():
 
 def test_random_tokens_weigh_what_the_settings_say(small_bases, stream):
     rows, _ = read_rows(stream)
-    ids, kinds = tokens_and_kinds(np.array(rows))
+    _, kinds = tokens_and_kinds(np.array(rows))
     assert {*np.unique(kinds)} == {TEXT, RANDOM, ANSWER}
 
     def gradient(**weights):
@@ -129,7 +129,8 @@ def test_trainings_at_once_are_those_one_by_one_and_stopped_ones_go_on(small_bas
 
     expected = [train(name, rows, SETTINGS, "cpu")[0].state_dict() for name in names]
     assert not run(trainings(), checkpoint_every=100, until=0.0)
-    assert run(again := trainings())
+    again = trainings()
+    assert run(again)
     for training, weights in zip(again, expected, strict=True):
         assert all(torch.equal(x, weights[key]) for key, x in training.model.state_dict().items())
 
@@ -148,7 +149,7 @@ def test_a_base_goes_on_from_what_was_exported(small_bases, stream, tokenizer_pa
         assert torch.equal(x, second.model.state_dict()[name]), name
     assert second.factors[3] < first.factors[3]  # the learning rate rises again
     run([second])
-    with pytest.raises(UsageError, match="not recall-gdn$"):
+    with pytest.raises(UsageError, match=r"not recall-gdn$"):
         Training("recall-gdn", data, SETTINGS, "cpu", documents=True, start=tmp_path)
     with pytest.raises(UsageError, match="no exported base"):
         Training("recall-gdn", data, SETTINGS, "cpu", documents=True, start=tmp_path / "nothing")
