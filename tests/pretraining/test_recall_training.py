@@ -205,7 +205,7 @@ def test_rows_depend_on_the_plan_alone(corpus, tokenizer_path, stream, tmp_path)
     with pytest.raises(UsageError, match="ask for more"):
         write_rows(corpus, tokenizer_path, tmp_path / "less.npy", Plan(tokens=5))
     with pytest.raises(UsageError, match="tokens of books"):
-        write_rows(corpus, tokenizer_path, tmp_path / "less.npy", Plan(tokens=10**8), workers=1)
+        write_rows(corpus, tokenizer_path, tmp_path / "less.npy", Plan(tokens=10**8, code=0.0), workers=1)
 
 
 def test_the_command_trains_two_bases_measures_them_and_goes_on(
