@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from surgery.errors import UserError
+from surgery.errors import JobError, UserError
 
 
 def count(text: str) -> int:
@@ -89,8 +89,11 @@ def run_training(options: argparse.Namespace) -> None:
         output = options.output / training.name if len(options.base) > 1 else options.output
         output.mkdir(parents=True, exist_ok=True)
         write_report(training.report(), output / "training.json")
-        finish(training, options, output, finished)
+        if not training.failed:
+            finish(training, options, output, finished)
     say(f"all done after {time.monotonic() - started:.0f} s")
+    if failed := [f"{training.name}: {training.failed}" for training in trainings if training.failed]:
+        raise JobError("; ".join(failed))
 
 
 def open_stream(path: Path, chosen: dict):

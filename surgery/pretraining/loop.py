@@ -148,12 +148,14 @@ class Training:
         self._lead()
         self.graph: Any = None
         self.eager = EAGER
+        self.failed: str | None = None  # why there is no going on
         self.mark, self.marked = time.monotonic(), self.done
         if self.cuda:
             torch.cuda.synchronize(device)  # what was made so far was made on another stream
         if compiled or (self.cuda and compiled is None):
             with self._on_stream():
                 remark = self.runner.settle(*self._window(0)[:3])
+                torch.cuda.empty_cache()  # other trainings' streams could not use it
             if remark:
                 say(f"{name}: {remark}")
             say(f"{name}: compiled and compared in {time.monotonic() - self.mark:.0f} s")
@@ -246,16 +248,25 @@ class Training:
             JobError: a loss that was not finite; names the step and the layer.
         """
         with self._on_stream():
-            if self.graph is None and self.cuda and self.eager == 0:
-                self.graph = record(self._one)
+            if self.eager == 0 and self.cuda:
+                self._record()
+            self.eager -= 1
             if self.graph is not None:
                 self.graph.replay()
             else:
-                self.eager -= 1
                 self._one()
             self.done += 1
             if self.done % self.settings.log_every == 0 or self.finished or self.done == 1:
                 self._log()
+
+    def _record(self) -> None:
+        started = time.monotonic()
+        try:
+            self.graph = record(self._one)
+        except RuntimeError as error:
+            say(f"{self.name}: runs unrecorded, because recording a step failed: {' '.join(str(error).split())[:300]}")
+        else:
+            say(f"{self.name}: a step was recorded in {time.monotonic() - started:.0f} s")
 
     def _log(self) -> None:
         sums = self.sums.tolist()  # waits for the device
@@ -309,6 +320,8 @@ class Training:
         tokens = self.done * self.settings.batch * self.settings.context
         about = {"base": self.name, "settings": asdict(self.settings), "steps": self.done, "tokens": tokens}
         name = torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
+        if self.failed:
+            about["failed"] = self.failed
         return {**about, "torch": str(torch.__version__), "device": name, "history": self.history}
 
 

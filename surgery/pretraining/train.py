@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from surgery.errors import JobError
 from surgery.pretraining.loop import Settings, Training, device_data
 from surgery.pretraining.report import say
 
@@ -27,22 +28,32 @@ def run(trainings: Sequence[Training], *, checkpoint_every: int = 500, until: fl
         Whether all are finished.
 
     Raises:
-        JobError: as :meth:`Training.advance`.
+        JobError: as :meth:`Training.advance`, of a training that is alone. One of several that fails has ``failed`` say
+            so, and the others go on.
     """
-    while going := [training for training in trainings if not training.finished]:
+
+    def left() -> list[Training]:
+        return [training for training in trainings if not (training.finished or training.failed)]
+
+    while going := left():
         for training in going:
-            training.advance()
+            try:
+                training.advance()
+            except JobError as error:
+                if len(trainings) == 1:
+                    raise
+                training.failed = str(error)
+                say(f"{training.name}: {error}")
+                continue
             if training.checkpoint is not None and training.done % checkpoint_every == 0 and not training.finished:
                 training.save()
         if until is not None and time.monotonic() > until:
             break
-    if not going:
-        return True
-    for training in trainings:
+    for training in left():
         say(f"{training.name}: time is up after step {training.done}/{training.steps}")
         if training.checkpoint is not None:
             training.save()
-    return False
+    return all(training.finished for training in trainings)
 
 
 def train(

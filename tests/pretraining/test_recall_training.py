@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from surgery.errors import UsageError
+from surgery.errors import JobError, UsageError
 from surgery.hosts import load_model
 from surgery.pretraining import __main__ as command
 from surgery.pretraining import bases
@@ -133,6 +133,21 @@ def test_trainings_at_once_are_those_one_by_one_and_stopped_ones_go_on(small_bas
     assert run(again)
     for training, weights in zip(again, expected, strict=True):
         assert all(torch.equal(x, weights[key]) for key, x in training.model.state_dict().items())
+
+
+def test_a_training_that_fails_leaves_the_others_to_go_on(small_bases, stream, capsys):
+    data = device_data(read_rows(stream)[0], 2, "cpu")
+    names = ("recall-gdn", "recall-mamba2")
+    broken, sound = (Training(name, data, SETTINGS, "cpu", documents=True) for name in names)
+    with torch.no_grad():
+        broken.model.get_input_embeddings().weight.fill_(float("nan"))
+    assert not run([broken, sound])
+    assert "step 0: the loss or its gradient is not finite" in broken.failed and broken.report()["failed"]
+    assert sound.finished and not sound.failed and "failed" not in sound.report()
+    assert f"recall-gdn: {broken.failed}" in capsys.readouterr().err
+    with pytest.raises(JobError, match="not finite"):
+        broken.failed = None
+        run([broken])
 
 
 def test_a_base_goes_on_from_what_was_exported(small_bases, stream, tokenizer_path, tmp_path, capsys):
