@@ -7,7 +7,7 @@ counter that lives there. A recorded step therefore does what the same step does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -108,7 +108,8 @@ class DeviceLoop:
                 if self.graph is not None:
                     self.graph.replay()
                 elif self.cuda and eager == 0:
-                    self.graph = self._record(one)
+                    self.release()
+                    self.graph = record(one)
                     self.graph.replay()
                 else:
                     eager -= 1
@@ -135,10 +136,11 @@ class DeviceLoop:
         loss.backward()
         return loss.detach()
 
-    def _record(self, one: Any) -> Any:
-        self.adam.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        # other trainings of this process go on on their own streams meanwhile
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            one()
-        return graph
+
+def record(step: Callable[[], None]) -> Any:
+    """Record what ``step`` does on the current stream as a CUDA graph, without doing it: ``replay()`` does."""
+    graph = torch.cuda.CUDAGraph()
+    # other trainings of this process go on on their own streams meanwhile
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        step()
+    return graph

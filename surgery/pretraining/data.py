@@ -8,31 +8,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from surgery.pretraining.documents import book_files, read_text, recall_documents, split_books, standard_library
+from surgery.pretraining.documents import recall_documents
+from surgery.pretraining.sources import book_files, pieces, read_text, split_books, standard_library
+from surgery.pretraining.tokenizer import encode, load_tokenizer
 
 SAMPLE_EVERY = 6  # the tokenizer reads one book piece in six
-PIECE = 200_000  # characters of a text that are tokenised at once
 SEGMENT = 16384  # tokens of a book that stay together
 HAYSTACKS = 24  # pieces of books that recall documents of one worker draw from
 SHARES = {"books": 0.82, "code": 0.05, "recall": 0.13}
-
-
-def pieces(text: str, size: int = PIECE) -> list[str]:
-    """``text`` cut at line ends into pieces of about ``size`` characters."""
-    cut, at = [], 0
-    while at < len(text):
-        end = text.find("\n", at + size)
-        end = len(text) if end < 0 else end + 1
-        cut.append(text[at:end])
-        at = end
-    return cut
 
 
 def tokenizer_sample(corpus: Path, seed: int) -> Iterator[str]:
@@ -51,18 +41,6 @@ def tokenizer_sample(corpus: Path, seed: int) -> Iterator[str]:
         size += len(text)
         if size > 2_000_000:
             return
-
-
-def load_tokenizer(path: Path):
-    """The ``tokenizers.Tokenizer`` in a directory."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(path / "tokenizer.json"))
-
-
-def encode(tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
-    """Each text as uint16 tokens."""
-    return [np.asarray(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch_fast(list(texts))]
 
 
 def _encode_books(tokenizer_path: Path, path: Path) -> list[np.ndarray]:

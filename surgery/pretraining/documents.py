@@ -1,69 +1,20 @@
-"""The documents that the small bases are pretrained on: books, Python's standard library, generated recall documents.
+"""The generated recall documents that the bundled bases were pretrained on, beside books and Python's standard library.
 
-Everything is deterministic for a seed. Recall documents come in two shapes: needles hidden in text that is asked about
+Everything is deterministic for a seed. The documents come in two shapes: needles hidden in text that is asked about
 afterwards (in the wording of ``surgery.evaluation.recall``), and listings of keys and values of which some keys come
 again. Each asks several times over short and long distances, so that the signal is dense.
 """
 
 from __future__ import annotations
 
-import lzma
 import random
-import re
-import sysconfig
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from surgery.errors import UsageError
 from surgery.evaluation.recall import KINDS, draw_value, draw_words, introduction, question, statement
+from surgery.pretraining.sources import sentence_starts
 
-BOOK_SEPARATOR = "\n\x1e\n"
-# directories of the standard library that are left out: pydoc_data is the demo's text, the others are tests
-LEFT_OUT = {"pydoc_data", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 KIND_WEIGHTS = (0.5, 0.35, 0.15)  # of KINDS
 SHORTEST, LONGEST = 160, 8000  # characters of a needle document's text, drawn log-uniformly
-
-
-def read_text(path: Path) -> str:
-    """A text file's content; ``.xz`` is unpacked."""
-    if path.suffix == ".xz":
-        with lzma.open(path, "rt", encoding="utf-8") as stream:
-            return stream.read()
-    return path.read_text(encoding="utf-8")
-
-
-def split_books(text: str) -> list[str]:
-    """The books of one file, which a line holding only U+001E separates."""
-    return [book for part in text.split(BOOK_SEPARATOR) if (book := part.strip("\x1e\n"))]
-
-
-def book_files(corpus: Path) -> list[Path]:
-    """The corpus's training files, ``books-<number>.txt[.xz]``, sorted by name; never its held-out books.
-
-    Raises:
-        UsageError: there are none.
-    """
-    files = sorted(path for path in corpus.glob("books-*") if re.fullmatch(r"books-\d+\.txt(\.xz)?", path.name))
-    if not files:
-        raise UsageError(f"{corpus}: no books-<number>.txt.xz here; pass the directory that holds them")
-    return files
-
-
-def standard_library(root: Path | None = None) -> list[str]:
-    """The source files of the running Python's standard library, without tests and ``pydoc_data``, sorted by path."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
-    texts = []
-    for path in sorted(root.rglob("*.py")):
-        if LEFT_OUT.isdisjoint(path.relative_to(root).parts[:-1]):
-            text = path.read_text(encoding="utf-8", errors="ignore")
-            if len(text) >= 200:
-                texts.append(text)
-    return texts
-
-
-def sentence_starts(text: str) -> list[int]:
-    """Where a sentence or a line begins."""
-    return [0, *(match.end() for match in re.finditer(r"[.!?][\"')]*\s+(?=\S)|\n(?=\S)", text))]
 
 
 def needle_document(rng: random.Random, text: str) -> str:

@@ -38,7 +38,8 @@ class Muon(torch.optim.Optimizer):
     Args:
         matrices: pairs of a parameter [R, C] and the row counts of its parts, which are orthogonalised separately (a
             fused projection is several matrices).
-        lr: learning rate. An update's root mean square is 0.2 lr, as AdamW's (Liu et al., 2025).
+        lr: learning rate, a number or a tensor of one. An update's root mean square is 0.2 lr, as AdamW's (Liu et al.,
+            2025).
     """
 
     def __init__(self, matrices: Iterable[tuple[nn.Parameter, list[int]]], lr: float, weight_decay: float) -> None:
@@ -67,8 +68,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             for shape, pairs in stacks.items():
                 updates = orthogonalise(torch.stack([part for part, _ in pairs]))
-                scale = -0.2 * math.sqrt(max(shape)) * group["lr"]
-                torch._foreach_add_([target for _, target in pairs], list(updates.unbind(0)), alpha=scale)
+                updates = updates * (-0.2 * math.sqrt(max(shape)) * group["lr"])
+                torch._foreach_add_([target for _, target in pairs], list(updates.unbind(0)))
 
 
 def fused_rows(name: str, model) -> list[int] | None:
@@ -117,8 +118,11 @@ def rate(step: int, steps: int, warmup: float = 0.02, decay: float = 0.6) -> flo
     return min(1.0, rising, falling)
 
 
-def set_rate(found: list[torch.optim.Optimizer], factor: float) -> None:
-    """Scale every group's learning rate to ``factor`` of its initial one."""
+def set_rate(found: list[torch.optim.Optimizer], factor: float | Tensor) -> None:
+    """Scale every group's learning rate to ``factor`` of its initial one; in place, where it is a tensor."""
     for optimiser in found:
         for group in optimiser.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].copy_(group["initial_lr"] * factor)
+            else:
+                group["lr"] = group["initial_lr"] * factor

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surgery.errors import JobError
-from surgery.kernels.additive.chunked import additive
-from surgery.kernels.delta.chunked import delta
+from surgery.graft import compiling
+from surgery.graft.base import _mix
 
 CLASSIFIED = 16384  # tokens whose logits exist at once
 
@@ -30,33 +30,26 @@ class Carry(NamedTuple):
         return Carry(*(x.detach() * keep.view(-1, *[1] * (x.dim() - 1)).to(x.dtype) for x in self))
 
 
-def _mix(graft: nn.Module, hidden: Tensor, carry: Carry) -> tuple[Tensor, Carry]:
-    """One mixer under its host's rule. The kernels are called by name: picking one by device cannot be compiled."""
-    inputs, rest, window = graft._gather(hidden, None, None, carry.window)
-    if graft.geometry.style == "additive":
-        write = inputs.v * inputs.write[..., None]
-        o, state = additive(inputs.q, inputs.k, write, inputs.log_decay, state=carry.state)
-    else:
-        o, state = delta(inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.write, state=carry.state)
-    return graft._emit(o.to(inputs.v.dtype), inputs, rest), Carry(window, state)
-
-
-def mamba2_block(block: nn.Module, x: Tensor, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def mamba2_block(
+    block: nn.Module, x: Tensor, reset: Tensor | None, window: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """One block of a Mamba2 model: x + mixer(norm(x))."""
-    mixed, carry = _mix(block.mixer, block.norm(x), Carry(window, state))
+    mixed, *carry = _mix(block.mixer, block.norm(x), None, reset, window, state)
     return x + mixed, *carry
 
 
-def gated_deltanet_block(block: nn.Module, x: Tensor, window: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gated_deltanet_block(
+    block: nn.Module, x: Tensor, reset: Tensor | None, window: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """One block of a Gated DeltaNet model: the mixer, then the MLP, each on a normed residual."""
-    mixed, carry = _mix(block.attn, block.attn_norm(x), Carry(window, state))
+    mixed, *carry = _mix(block.attn, block.attn_norm(x), None, reset, window, state)
     x = x + mixed
     return x + block.mlp(block.mlp_norm(x)), *carry
 
 
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy of [N, D] hidden states under the output matrix [V, D]."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+def head_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """[N] cross-entropies of [N, D] hidden states under the output matrix [V, D]."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="none")
 
 
 class StreamModel:
@@ -76,9 +69,8 @@ class StreamModel:
         self.norm = body.norm_f if self.mamba2 else body.norm
         self.weight = model.get_output_embeddings().weight
         self.autocast = autocast
-        block = mamba2_block if self.mamba2 else gated_deltanet_block
-        self.block = torch.compile(block, fullgraph=True, dynamic=False) if compiled else block
-        self.head_loss = torch.compile(head_loss, fullgraph=True, dynamic=False) if compiled else head_loss
+        self.written = mamba2_block if self.mamba2 else gated_deltanet_block, head_losses
+        self.block, self.head_losses = map(compiling.compiled, self.written) if compiled else self.written
 
     def grafts(self) -> list[nn.Module]:
         return [block.mixer if self.mamba2 else block.attn for block in self.blocks]
@@ -94,23 +86,67 @@ class StreamModel:
             carries.append(Carry(window, torch.zeros(graft.memory.state_shape(batch), device=device)))
         return carries
 
-    def hidden(self, tokens: Tensor, carries: list[Carry]) -> tuple[Tensor, list[Carry]]:
-        """[B, T] to the normed hidden states [B, T, D] before the head."""
+    def hidden(
+        self, tokens: Tensor, carries: list[Carry], reset: Tensor | None = None
+    ) -> tuple[Tensor, list[Carry]]:
+        """[B, T] to the normed hidden states [B, T, D] before the head. ``reset`` [B, T] is True where a memory starts
+        anew."""
         x = self.embeddings(tokens)
         after = []
         for block, carry in zip(self.blocks, carries, strict=True):
-            x, *new = self.block(block, x, *carry)
+            x, *new = self.block(block, x, reset, *carry)
             after.append(Carry(*new))
         return self.norm(x), after
 
+    def losses(
+        self, tokens: Tensor, targets: Tensor, carries: list[Carry], reset: Tensor | None = None
+    ) -> tuple[Tensor, list[Carry]]:
+        """Nats of each target, [B, T], and the carries after the last token."""
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            hidden, after = self.hidden(tokens, carries, reset)
+            parts = zip(hidden.flatten(0, 1).split(CLASSIFIED), targets.flatten().split(CLASSIFIED), strict=True)
+            found = [self.head_losses(part, self.weight, goal) for part, goal in parts]
+        return torch.cat(found).view(targets.shape), after
+
     def loss(self, tokens: Tensor, targets: Tensor, carries: list[Carry]) -> tuple[Tensor, list[Carry]]:
         """Mean nats a token over [B, T], and the carries after the last token."""
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden, after = self.hidden(tokens, carries)
-            flat, goals = hidden.flatten(0, 1), targets.flatten()
-            parts = zip(flat.split(CLASSIFIED), goals.split(CLASSIFIED), strict=True)
-            total = sum(self.head_loss(part, self.weight, goal) for part, goal in parts)
-        return total / goals.numel(), after
+        losses, after = self.losses(tokens, targets, carries)
+        return losses.mean(), after
+
+    def settle(self, tokens: Tensor, targets: Tensor, reset: Tensor | None) -> str | None:
+        """Compare what was compiled with what is written, loss and gradients of one batch, and go on as it is written
+        where they differ by more than rounding or nothing could be compiled.
+
+        Returns:
+            a line for the user, if something is not as it should be.
+        """
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+        def outcome() -> list[Tensor]:
+            loss = self.losses(tokens, targets, self.start(len(tokens)), reset)[0].mean()
+            return [x.float() for x in torch.autograd.grad(loss, parameters)]
+
+        compiled = self.block, self.head_losses
+        try:
+            made = outcome()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler's errors are of any type
+            self.block, self.head_losses = self.written
+            reason = " ".join(str(error).split())[:300]
+            return f"runs uncompiled, because compiling failed: {type(error).__name__}: {reason}"
+        self.block, self.head_losses = self.written
+        try:
+            written = outcome()
+        except torch.OutOfMemoryError:
+            self.block, self.head_losses = compiled
+            return "what was compiled could not be compared: out of GPU memory"
+        difference = sum((a - b).square().sum() for a, b in zip(made, written, strict=True)).sqrt()
+        error = (difference / sum(b.square().sum() for b in written).sqrt()).item()
+        if not error <= compiling.TOLERANCE:
+            return f"runs uncompiled, because compiled gradients are {error:.1e} off"
+        self.block, self.head_losses = compiled
+        return None
 
     def check_finite(self, step: int, tokens: Tensor, carries: list[Carry]) -> None:
         """The watchdog: if there was a ``step`` whose loss or gradient was not finite, name the first layer at fault.
@@ -136,7 +172,7 @@ class StreamModel:
         with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             x = self.embeddings(tokens)
             for index, (block, carry) in enumerate(zip(self.blocks, self.start(len(tokens)), strict=True)):
-                x = self.block(block, x, *carry)[0]
+                x = self.written[0](block, x, None, *carry)[0]
                 if not torch.isfinite(x).all():
                     found.append(f"layer {index} is the first whose output is not finite")
                     break

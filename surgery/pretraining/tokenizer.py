@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 VOCABULARY = 4096
 END_OF_TEXT = "<|endoftext|>"  # begins every document; the only special token, always id 0
 MODEL_MAX_LENGTH = 1_000_000_000  # a recurrent model has no longest input
@@ -56,3 +58,15 @@ def save_tokenizer(tokenizer, directory: Path) -> None:
         "model_max_length": MODEL_MAX_LENGTH,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(path: Path):
+    """The ``tokenizers.Tokenizer`` in a directory."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+def encode(tokenizer, texts: Iterable[str]) -> list[np.ndarray]:
+    """Each text as uint16 tokens."""
+    return [np.asarray(encoding.ids, dtype=np.uint16) for encoding in tokenizer.encode_batch_fast(list(texts))]

@@ -13,15 +13,8 @@ import pytest
 from surgery.errors import UsageError
 from surgery.evaluation.recall import KINDS
 from surgery.pretraining import data
-from surgery.pretraining.documents import (
-    book_files,
-    listing_document,
-    needle_document,
-    read_text,
-    recall_documents,
-    split_books,
-    standard_library,
-)
+from surgery.pretraining.documents import listing_document, needle_document, recall_documents
+from surgery.pretraining.sources import book_files, pieces, read_text, split_books, standard_library
 
 TEXT = " ".join(f"Sentence number {index} says nothing of note." for index in range(600))
 NEEDLE = re.compile(r"One of the special magic (\w+)s for ([a-z-]+) is: (\S+)\.")
@@ -95,7 +88,7 @@ def test_sources_leave_out_held_out_books_tests_and_the_demo_text(tmp_path):
 
 
 def test_pieces_make_up_the_text():
-    cut = data.pieces(TEXT.replace(". ", ".\n"), 500)
+    cut = pieces(TEXT.replace(". ", ".\n"), 500)
     assert "".join(cut) == TEXT.replace(". ", ".\n")
     assert max(map(len, cut)) < 600
 

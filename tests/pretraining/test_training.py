@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from surgery.errors import JobError, UsageError
-from surgery.pretraining import train as training
+from surgery.pretraining import loop as training
 from surgery.pretraining.bases import BASES, HORIZONS, base_config, create, initialise
 from surgery.pretraining.optimisation import Muon, optimisers, orthogonalise, rate
 from surgery.pretraining.stream import StreamModel
@@ -110,16 +110,16 @@ def test_the_watchdog_names_step_and_layer(monkeypatch):
 
 
 def test_the_watchdog_names_the_memory_that_overflowed(monkeypatch):
-    loss = StreamModel.loss
+    losses = StreamModel.losses
 
-    def poisoned(self, tokens, targets, carries):
+    def poisoned(self, tokens, targets, carries, reset=None):
         steps.append(1)
         if len(steps) == 4:
             carries[1].state[0] = float("inf")
-        return loss(self, tokens, targets, carries)
+        return losses(self, tokens, targets, carries, reset)
 
     steps = []
-    monkeypatch.setattr(StreamModel, "loss", poisoned)
+    monkeypatch.setattr(StreamModel, "losses", poisoned)
     settings = Settings(**{**vars(SETTINGS), "restart": 0.0, "log_every": 100})
     with pytest.raises(JobError, match=r"step 3: .*the memory of layer 1 is the first"):
         train("tiny-mamba2", text(2000), settings, "cpu", config=tiny_config("tiny-mamba2"), horizons=(4, 40))
