@@ -16,8 +16,9 @@ from surgery.data import checking
 from surgery.data.sources import sources
 from surgery.data.texts import Text, load_text
 from surgery.data.tokens import encode, require_context
+from surgery.evaluation.haystack import Haystack
 from surgery.evaluation.loading import Located, load
-from surgery.evaluation.recall import Haystack
+from surgery.evaluation.recall import needle_prompt
 from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
 from surgery.recipe import Recipe, shipped
 from surgery.results import json_text
@@ -45,7 +46,7 @@ def check(recipe: Recipe, tokenizer: Any, progress: checking.Progress | None = N
         haystack = Haystack(text.text, tokenizer)
     for index, length in enumerate(recipe.evaluation.recall.lengths):
         with recipe.at(("evaluation", "recall", "lengths", index)):
-            haystack.prompt(random.Random(0), length, 0.5, "numbers")
+            needle_prompt(haystack, random.Random(0), length, 0.5, "numbers")
 
 
 def figures(

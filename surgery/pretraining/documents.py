@@ -1,7 +1,7 @@
 """The documents that the small bases are pretrained on: books, Python's standard library, generated recall documents.
 
 Everything is deterministic for a seed. Recall documents come in two shapes: needles hidden in text that is asked about
-afterwards (in the wording of ``surgery.evaluation.recall``), and listings of keys and values of which some keys come
+afterwards (in the wording of ``surgery.evaluation.words``), and listings of keys and values of which some keys come
 again. Each asks several times over short and long distances, so that the signal is dense.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from surgery.errors import UsageError
-from surgery.evaluation.recall import KINDS, draw_value, draw_words, introduction, question, statement
+from surgery.evaluation.words import KINDS, draw_value, draw_words, introduction, question, statement
 
 BOOK_SEPARATOR = "\n\x1e\n"
 # directories of the standard library that are left out: pydoc_data is the demo's text, the others are tests

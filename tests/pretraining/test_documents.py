@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from surgery.errors import UsageError
-from surgery.evaluation.recall import KINDS
+from surgery.evaluation.words import KINDS
 from surgery.pretraining import data
 from surgery.pretraining.documents import (
     book_files,
