@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,26 +68,28 @@ class Haystack:
         asked, whole = self.encode(tail), self.encode(f"{tail} {value}")
         return whole[len(asked) :] if whole[: len(asked)] == asked else None
 
-    def candidates(
-        self, tail: str, value: str, draw: Callable[[], str], count: int, name: str = "needle recall"
-    ) -> list[list[int]]:
-        """Return the tokens of ``count`` different values of one token length, as they follow ``tail``: ``value``'s
-        first, then those that ``draw`` gives.
+    def alike(
+        self, tail: str, values: Sequence[str], draw: Callable[[], str], count: int, name: str = "needle recall"
+    ) -> dict[str, list[int]]:
+        """Return ``count`` different values of one token length, each with its tokens as they follow ``tail``: the
+        given ``values``' first as far as they have the length of the first of them, then those that ``draw`` gives.
 
         Raises:
             UsageError: the tokenizer joins question and answer, or too few values of that length were drawn.
         """
-        first = self.following(tail, value)
+        first = self.following(tail, values[0])
         if not first:
             raise UsageError(f"{name}: the tokenizer joins the question and its answer, which cannot be scored")
-        values = [first]
+        found = {values[0]: first}
+        given = iter(values[1:])
         for _ in range(1000 * count):
-            if len(values) == count:
-                return values
-            other = self.following(tail, draw())
-            if other is not None and len(other) == len(first) and other not in values:
-                values.append(other)
-        raise UsageError(f"{name}: found {len(values)} of {count} values of {len(first)} tokens")
+            if len(found) == count:
+                return found
+            value = next(given, None) or draw()
+            tokens = self.following(tail, value)
+            if tokens is not None and len(tokens) == len(first):
+                found[value] = tokens
+        raise UsageError(f"{name}: found {len(found)} of {count} values of {len(first)} tokens")
 
     def placed(
         self,
@@ -184,6 +187,43 @@ class Haystack:
                     return found
                 end = min(max(at, end + missing), len(self.tokens))
         return None
+
+    def fitted(
+        self, rng: random.Random, length: int, answer: int, head: str, tail: Callable[[int], str], least: int, name: str
+    ) -> tuple[int, list[int]]:
+        """Return the largest count of parts that fits, and a prompt of exactly ``length - answer`` tokens: ``head``,
+        text that fills up what is less than a part, and ``tail`` of that count.
+
+        Args:
+            tail: makes the prompt's end of a number of parts; longer with more of them, the same for the same number.
+            least: parts at least. name: of the task in errors.
+
+        Raises:
+            TooLong: the least does not fit.
+            UsageError: the text is too short.
+        """
+        goal = length - answer
+
+        def size(count: int) -> int:
+            return len(self.begin) + len(self.encode(head + tail(count)))
+
+        smallest = size(least)
+        if smallest > goal:
+            raise TooLong(f"{name} at {length} tokens: {smallest + answer} are needed at least")
+        part = max(1.0, (size(2 * least + 8) - smallest) / (least + 8))
+        count = least + int((goal - smallest) / part)
+        for _ in range(ATTEMPTS):
+            spare = goal - size(count)
+            if 0 <= spare < 2 * part:
+                break
+            count = max(least, count + math.floor(spare / part))
+        while size(count) > goal and count > least:
+            count -= 1
+        for fewer in range(min(ATTEMPTS, count - least + 1)):
+            found = self.filled(head, tail(count - fewer), self.start(rng, min(length, len(self.tokens)), name), goal)
+            if found is not None:
+                return count - fewer, [*self.begin, *found.ids.tolist()]
+        raise UsageError(f"{name}: found no prompt of exactly {length} tokens in this text; try another")
 
     def _nearest(self, start: int, room: int, depth: float, tolerance: float) -> int:
         """Return the best place in [start, start + room] within ``tolerance`` of ``depth``, else the nearest at all.

@@ -66,7 +66,7 @@ def needle_prompt(
             keys.append(key)
     value = draw_value(rng, kind)
     tail = question(kind, keys[0])
-    values = haystack.candidates(tail, value, lambda: draw_value(rng, kind), candidates)
+    values = list(haystack.alike(tail, [value], lambda: draw_value(rng, kind), candidates).values())
     others = [draw_value(rng, kind) for _ in keys[1:]]
     sentences = [statement(kind, key, item) for key, item in zip(keys, [value, *others], strict=True)]
     depths = [depth, *[None] * len(others)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from collections.abc import Sequence
 
 from surgery.errors import UsageError
 
@@ -67,3 +68,16 @@ def introduction(kind: str) -> str:
 def question(kind: str, key: str) -> str:
     """The question after the haystack and the start of its answer; the value follows after a space."""
     return f"\nWhat is the special magic {kind[:-1]} for {key}? The special magic {kind[:-1]} for {key} is:"
+
+
+def listed(items: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b, and c``."""
+    if len(items) < 3:
+        return " and ".join(items)
+    return ", ".join(items[:-1]) + f", and {items[-1]}"
+
+
+def plural_question(kind: str, keys: Sequence[str]) -> str:
+    """The same where several values are asked for; they follow after a space, as :func:`listed`."""
+    asked = f"the special magic {kind} for {listed(keys)}"
+    return f"\nWhat are all {asked}? In the order of the text, {asked} are:"
