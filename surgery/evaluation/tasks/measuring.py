@@ -141,8 +141,21 @@ class Cell:
         return [{"depth": depth, **interval.as_dict()} for depth, interval in found.items() if interval is not None]
 
 
+def build_cell(texts: Texts, plan: TaskPlan, task: Task, length: int | None, pairs: int | None) -> Cell:
+    """Make the documents of one cell; they depend on the seed, the cell and their number only.
+
+    Raises:
+        TooLong: one does not fit the length. UsageError: the text is too short.
+    """
+    made: list[Document] = []
+    for index in range(plan.samples):
+        rng = random.Random(f"{plan.seed}/{task.name}/{length}/{pairs}/{index}")
+        made.append(task.document(texts, rng, length, depth=DEPTHS[index % len(DEPTHS)], pairs=pairs))
+    return Cell(task, length, pairs, made)
+
+
 def build_cells(texts: Texts, plan: TaskPlan) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """Make all documents. They depend on the seed, the cell and their number only.
+    """Make all documents.
 
     Returns:
         The cells, and those that do not fit their length, each with the reason.
@@ -153,16 +166,10 @@ def build_cells(texts: Texts, plan: TaskPlan) -> tuple[list[Cell], list[dict[str
     cells: list[Cell] = []
     left_out: list[dict[str, Any]] = []
     for task, length, pairs in plan.cells():
-        made: list[Document] = []
         try:
-            for index in range(plan.samples):
-                rng = random.Random(f"{plan.seed}/{task.name}/{length}/{pairs}/{index}")
-                depth = DEPTHS[index % len(DEPTHS)]
-                made.append(task.document(texts, rng, length, depth=depth, pairs=pairs))
+            cells.append(build_cell(texts, plan, task, length, pairs))
         except TooLong as error:
             left_out.append({"task": task.name, "length": length, "pairs": pairs, "reason": str(error)})
-            continue
-        cells.append(Cell(task, length, pairs, made))
     for task in plan.tasks:
         if not any(cell.task is task for cell in cells):
             reasons = [cell["reason"] for cell in left_out if cell["task"] == task.name]
