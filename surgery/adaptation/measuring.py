@@ -15,8 +15,9 @@ from surgery.data import checking
 from surgery.data.sources import sources
 from surgery.data.texts import Text, load_text
 from surgery.data.tokens import encode, require_context
+from surgery.evaluation.haystack import Haystack
 from surgery.evaluation.loading import Located, load
-from surgery.evaluation.recall import DEPTHS, Haystack
+from surgery.evaluation.recall import DEPTHS, needle_prompts
 from surgery.evaluation.report import Measurement, RecallPlan, build_report, default_context, measure
 from surgery.recipe import Recipe, shipped
 from surgery.results import json_text
@@ -44,7 +45,7 @@ def check(recipe: Recipe, tokenizer: Any, progress: checking.Progress | None = N
         haystack = Haystack(text.text, tokenizer)
     for index, length in enumerate(recipe.evaluation.recall.lengths):
         with recipe.at(("evaluation", "recall", "lengths", index)):
-            haystack.prompts([length], DEPTHS, SAMPLES, recipe.seed)
+            needle_prompts(haystack, [length], DEPTHS, SAMPLES, recipe.seed)
 
 
 def figures(

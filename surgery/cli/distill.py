@@ -178,7 +178,7 @@ def print_result(result: dict[str, Any]) -> None:
     path = result["evaluation"].get("after")
     if path is not None:
         from surgery.checkpoint.jsonfile import read_json
-        from surgery.cli.eval import print_report
+        from surgery.cli.eval_tables import print_report
 
         print_report(out, read_json(Path(path)))
     out.print(f"model: {result['model']}", highlight=False, soft_wrap=True)

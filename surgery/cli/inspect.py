@@ -1,4 +1,4 @@
-"""``surgery inspect``: which layers remember longest."""
+"""``surgery inspect``: which layers remember longest, and whether memory limits the model."""
 
 from __future__ import annotations
 
@@ -44,6 +44,14 @@ def inspect(
     static: Annotated[
         bool, typer.Option("--static", help="Estimate from A_log and dt_bias alone; no text is read.")
     ] = False,
+    capacity: Annotated[
+        bool,
+        typer.Option(
+            "--capacity",
+            help="Instead of ranking layers, measure which lists the model recalls, by number of pairs and length, and "
+            "say whether memory limits it; --tokens bounds what each of these reads.",
+        ),
+    ] = False,
     plot: Annotated[
         str | None, typer.Option("--plot", metavar="PATH", help="Draw layers and heads: .png, .pdf or .svg.")
     ] = None,
@@ -85,6 +93,7 @@ def inspect(
       surgery inspect ./my-model --text book.txt --tokens 256k --metric log-mean --plot layers.png
       surgery inspect ./my-model --static --json -
       surgery inspect bundled:tiny-gdn --top 4 --recipe mine.yaml --memory bayesian
+      surgery inspect ./my-model --capacity
       surgery inspect bundled:tiny-mamba2 --probe palimpsa --tokens 4k
       surgery inspect ./larger-than-memory --offload --tokens 8k
     """
@@ -112,6 +121,11 @@ def inspect(
         raise UsageError("--memory is the recipe's; add --recipe OUT.yaml")
     if memory is not None and memory not in MEMORIES:
         raise UsageError(f"--memory {memory}: choose {' or '.join(MEMORIES)}")
+    if capacity:
+        ranking = {"--static": static, "--probe": probe, "--top": top, "--recipe": recipe}
+        for option, value in ranking.items():
+            if value not in (None, False):
+                raise UsageError(f"--capacity ranks no layers; leave out {option}, or --capacity")
     if top is not None and top < 1:
         raise UsageError(f"--top {top}: mark at least one layer")
     if plot is not None:
@@ -123,6 +137,25 @@ def inspect(
             sources(text)
     where = pick_device(device)
 
+    def say(line: str) -> None:
+        err.print(line, style="dim", highlight=False, soft_wrap=True)
+
+    if capacity:
+        from surgery.cli.capacity import plot_capacity, print_capacity
+        from surgery.evaluation.loading import locate
+        from surgery.inspection.capacity import measure_capacity
+        from surgery.inspection.measure import inspected_text
+
+        haystack = inspected_text(text or "bundled", limit)
+        with progress_bars() as bars:
+            options = {"offload": offload, "say": say, "progress": partial(bars, "lists")}
+            measured = measure_capacity(locate(model, revision), haystack, limit, where, **options).as_dict()
+        if not write_json(measured, json_target):
+            print_capacity(out, measured)
+        if plot is not None:
+            plot_capacity(measured, plot)
+            say(f"picture: {plot}")
+        return
     if static:
         found = inspect_static(model, revision)
     else:
@@ -135,7 +168,7 @@ def inspect(
                 revision=revision,
                 progress=partial(bars, "tokens"),
                 offload=offload,
-                say=lambda line: err.print(line, style="dim", highlight=False, soft_wrap=True),
+                say=say,
                 probe=probe,
                 probe_progress=partial(bars, f"layers with {probe}"),
             )

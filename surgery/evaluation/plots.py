@@ -1,4 +1,4 @@
-"""The evaluation as pictures: loss by position, recall by length, recall by length and depth."""
+"""The evaluation as pictures: loss by position, recall by length, recall by length and depth, tasks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from surgery.checkpoint.staging import check_file, write_result
 from surgery.errors import UsageError
+from surgery.evaluation.task_plots import task_panel
 
-MODEL_COLOUR, BASELINE_COLOUR = "#0b6e99", "#9a9a9a"
+MODEL_COLOUR, BASELINE_COLOUR, CONTROL_COLOUR = "#0b6e99", "#9a9a9a", "#c2691d"
 
 
 def new_figure(width: float, height: float):
@@ -54,17 +55,28 @@ def plot_evaluation(report: dict[str, Any], path: str | Path) -> Path:
     entries = [(report["model"], MODEL_COLOUR)]
     if report["baseline"] is not None:
         entries.append((report["baseline"], BASELINE_COLOUR))
+    if report.get("control") is not None:
+        entries.append((report["control"], CONTROL_COLOUR))
+    asked = [(entry, colour) for entry, colour in entries if entry.get("tasks")]
+    tasks = list(dict.fromkeys(cell["task"] for entry, _ in asked[:1] for cell in entry["tasks"]["cells"]))
     recalls = [(entry, colour) for entry, colour in entries if entry["recall"] is not None]
     panels = 1 + (1 + len(recalls) if recalls else 0)
-    rows, columns = (2, 2) if panels == 4 else (1, panels)
+    first_task, panels = panels, panels + len(tasks)
+    columns = 2 if panels == 4 else min(3, panels)
+    rows = -(-panels // columns)
     figure = new_figure(5.6 * columns, 4.2 * rows)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     _positions(axes[0], report, entries)
     if recalls:
         _recall_by_length(axes[1], recalls)
-        for axis, (entry, _) in zip(axes[2:], recalls, strict=True):
+        maps = list(axes[2:first_task])
+        for axis, (entry, _) in zip(maps, recalls, strict=True):
             image = _recall_map(axis, entry)
-        figure.colorbar(image, ax=list(axes[2:]), label="share right", shrink=0.85)
+        figure.colorbar(image, ax=maps, label="share right", shrink=0.85)
+    for axis, task in zip(axes[first_task:panels], tasks, strict=True):
+        task_panel(axis, task, asked)
+    for axis in axes[panels:]:
+        axis.set_axis_off()
     figure.suptitle(f"{report['text']['name']}, {report['text']['tokens']:,} tokens", fontsize=10)
     return save_figure(figure, path)
 

@@ -1,7 +1,7 @@
 """The generated recall documents that the bundled bases were pretrained on, beside books and Python's standard library.
 
 Everything is deterministic for a seed. The documents come in two shapes: needles hidden in text that is asked about
-afterwards (in the wording of ``surgery.evaluation.recall``), and listings of keys and values of which some keys come
+afterwards (in the wording of ``surgery.evaluation.words``), and listings of keys and values of which some keys come
 again. Each asks several times over short and long distances, so that the signal is dense.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from surgery.evaluation.recall import KINDS, draw_value, draw_words, introduction, question, statement
+from surgery.evaluation.words import KINDS, draw_value, draw_words, introduction, question, statement
 from surgery.pretraining.sources import sentence_starts
 
 KIND_WEIGHTS = (0.5, 0.35, 0.15)  # of KINDS

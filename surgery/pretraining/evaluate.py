@@ -22,7 +22,8 @@ from surgery.data.texts import load_text
 from surgery.data.tokens import Tokens, encode
 from surgery.errors import UserError
 from surgery.evaluation.perplexity import stream_losses
-from surgery.evaluation.recall import KINDS, needle_recall
+from surgery.evaluation.recall import needle_recall
+from surgery.evaluation.words import KINDS
 from surgery.graft import Graft
 from surgery.inspection.horizon import measure_horizons
 from surgery.pretraining.bases import CONTEXT

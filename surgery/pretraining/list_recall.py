@@ -17,7 +17,7 @@ from torch import nn
 
 from surgery.errors import UsageError
 from surgery.evaluation.intervals import mean_interval
-from surgery.evaluation.recall import draw_words
+from surgery.evaluation.words import draw_words
 from surgery.pretraining.curriculum import encode_document, tokens_and_kinds
 from surgery.pretraining.documents import LISTINGS
 from surgery.pretraining.drawing import ANSWER, RANDOM, Document, Words, distinct, draw_value, words_of

@@ -106,6 +106,62 @@ def test_baseline_table_and_picture(surgery, bases, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_tasks_beside_a_baseline_and_a_control(surgery, bases, tmp_path):
+    plot, target = tmp_path / "eval.svg", tmp_path / "eval.json"
+    options = ["--tokens", 300, "--recall-lengths", "none", "--tasks", "list_update,single_1", "--lengths", "own,500"]
+    options += ["--pairs", "4,16", "--samples", 2, "--plot", plot, "--json", target]
+    models = [bases["mamba2"], "--baseline", bases["gated_deltanet"], "--control", bases["mamba2"]]
+    result = surgery("eval", *models, *options)
+    assert result.code == 0, result.err
+    found = json.loads(target.read_text())
+    assert [(cell["task"], cell["length"], cell["pairs"]) for cell in found["model"]["tasks"]["cells"]] == [
+        ("list_update", None, 4), ("list_update", None, 16), ("list_update", 500, 4), ("single_1", 500, None)
+    ]  # fmt: skip
+    assert [cell["pairs"] for cell in found["model"]["tasks"]["left_out"]] == [16]
+    assert {
+        cell["scores"][name]["mean"] for cell in found["control_difference"]["tasks"] for name in cell["scores"]
+    } == {0}
+    assert len(found["difference"]["tasks"]) == 4 and "single_1" in plot.read_text()
+    assert "list_update" in result.out and "minus baseline" in result.out and "minus control" in result.out
+    assert "left out: list_update at 500 tokens: 16 pairs and their questions take" in " ".join(result.out.split())
+
+
+def test_documents_of_another_tokenizer_are_not_paired(surgery, bases, tmp_path):
+    from tokenizers import Tokenizer, processors
+
+    other = shutil.copytree(bases["mamba2"], tmp_path / "other")
+    tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|end|>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", end)])
+    tokenizer.save(str(other / "tokenizer.json"))
+    options = ["--tokens", 300, "--recall-lengths", "none", "--tasks", "list_recall", "--lengths", "own", "--pairs", 4]
+    result = surgery("eval", bases["mamba2"], "--baseline", other, *options, "--samples", 2)
+    assert result.code == 0, result.err
+    assert "minus baseline" not in result.out and "the baseline reads other tokens" in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tasks", "needle"], ("--tasks task 'needle'", "list_recall")),
+        (["--pairs", "4"], ("--pairs 4", "add --tasks")),
+        (["--samples", 3], ("--samples 3", "add --tasks")),
+        (["--tasks", "single_1", "--pairs", "4"], ("--pairs 4", "add --tasks list_recall")),
+        (["--tasks", "single_1", "--lengths", "own"], ("--lengths own", "only lists")),
+        (["--tasks", "single_1", "--lengths", "256,256"], ("--lengths 256,256", "each length once")),
+        (["--tasks", "list_recall", "--lengths", "own,own"], ("--lengths own,own", "each length once")),
+        (["--tasks", "list_recall", "--pairs", "4,600"], ("--pairs 4,600", "2 to 512")),
+        (["--tasks", "list_recall", "--pairs", "4,x"], ("--pairs", "'x'")),
+        (["--tasks", "list_recall", "--samples", 0], ("--samples 0",)),
+        (["--tasks", "list_recall", "--lengths", "40", "--pairs", "8"], ("list_recall at 40 tokens", "fewer pairs")),
+        (["--tasks", "single_2", "--lengths", "900k"], ("single_2 at 900000 tokens", "longer text")),
+        (["--control", "bundled:nothing"], ("--control", "no such bundled model")),
+    ],
+)
+def test_tasks_that_cannot_be_asked_are_refused(options, words, surgery, bases):
+    refused(surgery("eval", bases["mamba2"], "--recall-lengths", "none", *options), 2, *words)
+
+
 def test_run_is_its_latest_model_and_keeps_the_report(surgery, bases, write_recipe, tmp_path):
     run = tmp_path / "run"
     recipe = write_recipe(f"model: {bases['mamba2']}\nlayers: [1]\nmemory: {{rule: palimpsa}}\n")

@@ -175,3 +175,21 @@ def test_a_cut_off_weight_file_is_named(surgery, bases, tmp_path, command):
     result = surgery(command, broken, "--tokens", 300)
     assert result.code == 2 and str(weights) in result.err and "download" in result.err
     assert "Traceback" not in result.err and len(result.err.strip().splitlines()) <= 5
+
+
+def test_capacity_says_whether_memory_limits(surgery, bases, tmp_path):
+    plot, target = tmp_path / "capacity.svg", tmp_path / "capacity.json"
+    options = ["--capacity", "--tokens", "2k", "--json", target, "--plot", plot]
+    result = surgery("inspect", bases["gated_deltanet"], *options)
+    assert result.code == 0, result.err
+    found = json.loads(target.read_text())
+    assert found["kind"] == "capacity" and found["verdict"]["kind"] == "cannot recall"  # random weights recall nothing
+    assert [(cell["pairs"], cell["length"]) for cell in found["cells"]] == [(4, None)]
+    words = " ".join(result.out.split())
+    assert found["verdict"]["words"] in words and "not asked: 4 pairs are recalled to 0.0" in words
+    assert "list_recall" in plot.read_text()
+    for option in (["--static"], ["--top", 2], ["--probe", "palimpsa"], ["--recipe", tmp_path / "r.yaml"]):
+        refused = surgery("inspect", bases["gated_deltanet"], "--capacity", *option)
+        assert refused.code == 2 and f"leave out {option[0]}" in refused.err and not refused.out
+    few = surgery("inspect", bases["gated_deltanet"], "--capacity", "--tokens", 300)
+    assert few.code == 2 and "--tokens: 6 documents of" in few.err

@@ -122,17 +122,17 @@ def test_distill_refuses_the_same_in_the_same_words_before_it_writes(name, surge
 
 def test_every_needle_that_distill_will_ask_for_is_drawn_before(surgery, write_recipe, here, monkeypatch):
     from surgery.errors import UsageError
-    from surgery.evaluation.recall import Haystack
+    from surgery.evaluation import recall
 
-    drawn, prompt = [], Haystack.prompt
+    drawn, prompt = [], recall.needle_prompt
 
-    def fails_late(self, rng, length, depth, *rest):
+    def fails_late(haystack, rng, length, depth, *rest):
         drawn.append(depth)
         if depth == 1.0 and drawn.count(1.0) == 5:
             raise UsageError("found no prompt")
-        return prompt(self, rng, length, depth, *rest)
+        return prompt(haystack, rng, length, depth, *rest)
 
-    monkeypatch.setattr(Haystack, "prompt", fails_late)
+    monkeypatch.setattr(recall, "needle_prompt", fails_late)
     result = surgery("validate", write_recipe(HEAD + PHASE))
     assert result.code == 2 and "5: evaluation.recall.lengths[0]: found no prompt" in result.err, result.err
 

@@ -11,7 +11,8 @@ from surgery.data.packing import tokenise
 from surgery.data.sources import Piece
 from surgery.data.texts import load_text
 from surgery.data.tokens import begin_text, begin_tokens, encode
-from surgery.evaluation.recall import Haystack
+from surgery.evaluation.haystack import Haystack
+from surgery.evaluation.recall import needle_prompt
 
 WORDS = ("the", "theory", "of", "a thing", "is that", "nothing", "rests", "there", "special magic", "numbers", "yes")
 
@@ -101,7 +102,7 @@ def test_a_needle_prompt_is_one_text(llama, bytewise, kind):
     for tokenizer in (llama, bytewise):
         haystack = Haystack(prose(4000), tokenizer)
         for seed, depth in enumerate((0.0, 0.3, 0.7, 1.0)):
-            prompt = haystack.prompt(random.Random(seed), 800, depth, kind, 3)
+            prompt = needle_prompt(haystack, random.Random(seed), 800, depth, kind, 3)
             text = tokenizer.decode(prompt.tokens, skip_special_tokens=True)
             assert prompt.tokens == whole(tokenizer, text)
             for value in prompt.values:

@@ -11,10 +11,13 @@ import torch
 
 from surgery.data.texts import load_text
 from surgery.errors import UsageError
-from surgery.evaluation import recall
+from surgery.evaluation import words
 from surgery.evaluation.boundaries import boundaries
+from surgery.evaluation.haystack import TOLERANCE, Haystack
 from surgery.evaluation.loading import load_tokenizer
-from surgery.evaluation.recall import KINDS, Haystack, needle_recall
+from surgery.evaluation.recall import DEPTHS, needle_prompt, needle_prompts, needle_recall
+from surgery.evaluation.scoring import State, candidate_scores
+from surgery.evaluation.words import KINDS
 from surgery.hosts import load_model, resolve
 
 
@@ -43,7 +46,7 @@ def model(path):
 def test_a_prompt_is_exactly_as_long_as_asked_and_holds_its_needle_once(kind, needles, tokenizer, text, fresh_seed):
     haystack = Haystack(text, tokenizer)
     for depth in (0.0, 0.4, 1.0):
-        prompt = haystack.prompt(random.Random(fresh_seed), 400, depth, kind, 10, needles)
+        prompt = needle_prompt(haystack, random.Random(fresh_seed), 400, depth, kind, 10, needles)
         assert {len(prompt.tokens) + len(value) for value in prompt.values} == {400}
         assert len({tuple(value) for value in prompt.values}) == 10
         written = tokenizer.decode(prompt.tokens)
@@ -58,7 +61,9 @@ def test_a_prompt_is_exactly_as_long_as_asked_and_holds_its_needle_once(kind, ne
 
 def test_depth_moves_the_needle_through_the_text(tokenizer, text):
     haystack = Haystack(text, tokenizer)
-    places = [haystack.prompt(random.Random(7), 800, depth, "numbers").position for depth in (0.0, 0.3, 0.6, 1.0)]
+    places = [
+        needle_prompt(haystack, random.Random(7), 800, depth, "numbers").position for depth in (0.0, 0.3, 0.6, 1.0)
+    ]
     assert places == sorted(places) and places[0] < 40 and places[-1] > 650
 
 
@@ -82,9 +87,9 @@ def test_every_length_is_reached_where_a_character_is_several_tokens(length, see
     """In a text of three tokens a character, what stands before a needle at its very end rarely adds up by itself."""
     rng = random.Random(seed)
     text = "".join(rng.choice("的一是不了人我在有他这为之大来以个中上们到说国和地也子时道") for _ in range(3000))
-    for prompt in Haystack(text, tokenizer).prompts([length], recall.DEPTHS, 4, seed):
+    for prompt in needle_prompts(Haystack(text, tokenizer), [length], DEPTHS, 4, seed):
         assert {len(prompt.tokens) + len(value) for value in prompt.values} == {length}
-        assert abs(prompt.reached - prompt.depth) < 2 * recall.TOLERANCE
+        assert abs(prompt.reached - prompt.depth) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -93,18 +98,18 @@ def test_needles_lie_where_they_are_said_to_lie_in_any_script(script, length, to
     """The depth is counted again in the finished prompt, from the tokens before the needle."""
     unit = SCRIPTS[script]
     haystack = Haystack(unit * (40 * length // len(tokenizer.encode(unit))), tokenizer)
-    head = len(tokenizer.encode(recall.introduction("numbers"), add_special_tokens=False)) + len(haystack.begin)
+    head = len(tokenizer.encode(words.introduction("numbers"), add_special_tokens=False)) + len(haystack.begin)
     for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
-        prompt = haystack.prompt(random.Random(f"{script} {depth}"), length, depth, "numbers")
+        prompt = needle_prompt(haystack, random.Random(f"{script} {depth}"), length, depth, "numbers")
         assert len(prompt.tokens) + len(prompt.values[0]) == length
         before = prompt.position - head
         key = tokenizer.decode(prompt.tokens).rpartition(" for ")[2].partition(" is:")[0]
-        needle = recall.statement("numbers", key, tokenizer.decode(prompt.values[0]).strip())
-        tail = len(tokenizer.encode(recall.question("numbers", key)))
+        needle = words.statement("numbers", key, tokenizer.decode(prompt.values[0]).strip())
+        tail = len(tokenizer.encode(words.question("numbers", key)))
         around = [len(tokenizer.encode(form)) for form in (f"{needle}\n", f" {needle}", f"\n{needle}\n")]
         text = len(prompt.tokens) - head - tail
         assert before / (text - min(around)) <= prompt.reached <= before / (text - max(around))
-        assert abs(prompt.reached - depth) <= recall.TOLERANCE + 0.02
+        assert abs(prompt.reached - depth) <= TOLERANCE + 0.02
         written = tokenizer.decode(prompt.tokens[: prompt.position])
         assert "\ufffd" not in written  # no character is cut in two before the needle
         if 0 < depth < 1 and script in ENDS and length == 900:  # 256 tokens hold too few of these sentences
@@ -142,7 +147,7 @@ def test_places_between_tokens():
 
 def test_prompts_depend_on_the_seed_alone(tokenizer, text):
     haystack = Haystack(text, tokenizer)
-    first, again, other = (haystack.prompt(random.Random(seed), 300, 0.5, "words") for seed in (1, 1, 2))
+    first, again, other = (needle_prompt(haystack, random.Random(seed), 300, 0.5, "words") for seed in (1, 1, 2))
     assert first == again and first != other
 
 
@@ -159,10 +164,10 @@ def test_nothing_is_truncated(tokenizer, text, model):
 def test_scores_are_log_probabilities_of_the_whole_value(kind, tokenizer, text, model, fresh_seed):
     haystack = Haystack(text, tokenizer)
     rng = random.Random(fresh_seed)
-    prompts = [haystack.prompt(rng, 200, 0.5, kind, 4) for _ in range(12)]
+    prompts = [needle_prompt(haystack, rng, 200, 0.5, kind, 4) for _ in range(12)]
     prompts = [prompt for prompt in prompts if len(prompt.values[0]) == len(prompts[0].values[0])]
     with torch.no_grad():
-        scores = recall._score(model, prompts, "cpu")
+        scores = candidate_scores(State.of(model, [p.tokens for p in prompts]), [p.values for p in prompts])
         for prompt, row in zip(prompts[:3], scores, strict=False):
             for value, score in zip(prompt.values, row, strict=True):
                 whole = torch.tensor([prompt.tokens + value])

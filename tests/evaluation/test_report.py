@@ -11,6 +11,8 @@ from surgery.data.texts import Text, load_text
 from surgery.errors import UsageError
 from surgery.evaluation.plots import plot_evaluation
 from surgery.evaluation.report import RecallPlan, build_report, default_context, measure
+from surgery.evaluation.tasks import chosen_tasks
+from surgery.evaluation.tasks.measuring import TaskPlan
 
 PLAN = RecallPlan(lengths=[256, 320], depths=[0.0, 1.0], samples=2)
 
@@ -49,6 +51,28 @@ def test_report_beside_a_baseline(make_model, tokenizer, text, tmp_path):
 
     picture = plot_evaluation(report, tmp_path / "report.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tasks_beside_a_baseline_and_a_control(make_model, tokenizer, text, tmp_path):
+    plan = TaskPlan(chosen_tasks(["list_recall", "single_2", "multivalue"]), [None, 700], [4, 8], samples=3)
+    models = (make_model(), make_model(), make_model())
+    options = {"limit": 1000, "tasks": plan}
+    one, two, three = (measure(m, tokenizer, text, name=n, **options) for m, n in zip(models, "abc", strict=True))
+    report = build_report(one, two, three)
+    json.dumps(report, allow_nan=False)
+    assert [report[role]["name"] for role in ("model", "baseline", "control")] == ["a", "b", "c"]
+    for role, key in (("baseline", "difference"), ("control", "control_difference")):
+        found = report[key]["tasks"]
+        assert [(row["task"], row["length"], row["pairs"]) for row in found] == [
+            ("list_recall", None, 4), ("list_recall", None, 8), ("list_recall", 700, 4), ("list_recall", 700, 8),
+            ("single_2", 700, None), ("multivalue", 700, None),
+        ]  # fmt: skip
+        for row, mine, theirs in zip(
+            found, report["model"]["tasks"]["cells"], report[role]["tasks"]["cells"], strict=True
+        ):
+            expected = mine["scores"]["chosen"]["mean"] - theirs["scores"]["chosen"]["mean"]
+            assert row["scores"]["chosen"]["mean"] == pytest.approx(expected)
+    assert plot_evaluation(report, tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_model_against_itself_differs_by_nothing(make_model, tokenizer, text):

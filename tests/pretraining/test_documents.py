@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from surgery.errors import UsageError
-from surgery.evaluation.recall import KINDS
+from surgery.evaluation.words import KINDS
 from surgery.pretraining import data
 from surgery.pretraining.documents import listing_document, needle_document, recall_documents
 from surgery.pretraining.sources import book_files, pieces, read_text, split_books, standard_library
