@@ -22,7 +22,11 @@ _announced = False
 
 
 def configurations() -> list[type]:
-    """The configuration classes, or what stands in for them until they are asked for."""
+    """The configuration classes, or what stands in for them until they are asked for. From now on the first instance
+    of one calls :func:`announce_models`."""
+    from surgery.models.configuration import Announced
+
+    Announced.announce = staticmethod(announce_models)
     return [*(_load(module, name) for module, name, _, _ in MODELS), *stand_ins()]
 
 
@@ -37,14 +41,6 @@ def announce_models() -> None:
 
     for config_module, config, model_module, model in MODELS:
         AutoModelForCausalLM.register(_load(config_module, config), _load(model_module, model), exist_ok=True)
-
-
-class Announced:
-    """Comes before a configuration among a class's bases: each instance lets its model be known."""
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        announce_models()
 
 
 def _load(module: str, name: str) -> Any:
