@@ -32,6 +32,13 @@ HEADER = """\
 # transformers runs it under trust_remote_code, where the package is not imported; `surgery verify` checks it.
 # SHA-256 of the module it was made from: {digest}
 """
+FOOTER = """
+
+# `transformers serve` looks the class that a checkpoint names up in transformers itself
+import transformers  # noqa: E402
+
+transformers.{model} = {model}
+"""
 _FROM = re.compile(r"from\s+[.\w]+\s+import\b")
 
 
@@ -66,19 +73,19 @@ def code_of(model_type: str) -> dict[str, str]:
         KeyError: no such model type.
         ValueError: a module needs one that is no part of the runtime, or imports in a form that cannot be rewritten.
     """
-    files: dict[str, str] = {}
-    names, wanted = {}, [classes_of(model_type)[0]]
+    entry, _, model = classes_of(model_type)
+    texts: dict[str, str] = {}
+    wanted = [entry]
     while wanted:
         name = wanted.pop()
-        if name in names:
-            continue
-        text, needed = _rewritten(name)
-        file = f"{flat_name(name)}.py"
-        if file in files:
-            raise ValueError(f"{name}: another module is called {file} in a checkpoint as well")
-        names[name] = files[file] = text
-        wanted += needed
-    return dict(sorted(files.items()))
+        if name not in texts:
+            texts[name], needed = _rewritten(name)
+            wanted += needed
+    texts[entry] += FOOTER.format(model=model)
+    files = {f"{flat_name(name)}.py": text for name, text in sorted(texts.items())}
+    if len(files) < len(texts):
+        raise ValueError(f"{model_type}: two of its modules have one name in a checkpoint")
+    return files
 
 
 def digest_of(files: Mapping[str, str]) -> str:

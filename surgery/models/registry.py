@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from surgery.models.stand_ins import stand_ins
+from surgery.models.stand_ins import introduce, stand_ins
 
 # (module of the configuration, its class, module of the model, its class), all under surgery.models
 MODELS: tuple[tuple[str, str, str, str], ...] = (
@@ -31,16 +31,14 @@ def configurations() -> list[type]:
 
 
 def announce_models() -> None:
-    """Let AutoModelForCausalLM know the model classes. Called by a configuration's first instance, which always comes
+    """Let transformers know the model classes. Called by a configuration's first instance, which always comes
     before the model and always after transformers has finished importing itself."""
     global _announced
     if _announced:
         return
     _announced = True
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
     for config_module, config, model_module, model in MODELS:
-        AutoModelForCausalLM.register(_load(config_module, config), _load(model_module, model), exist_ok=True)
+        introduce(_load(config_module, config), _load(model_module, model))
 
 
 def _load(module: str, name: str) -> Any:
