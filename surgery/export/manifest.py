@@ -58,6 +58,17 @@ class Fingerprint(_Record):
     logits: list[list[float]]
     normaliser: list[float]
 
+    def fits(self, vocabulary: int) -> bool:
+        """Whether its figures are in number what they should be, and its indices below ``vocabulary``."""
+        places = [*self.tokens, *self.entries]
+        rows = len(self.logits) == len(self.normaliser) == len(self.tokens) > 0
+        return (
+            rows
+            and self.entries == _entries(vocabulary)
+            and all(0 <= place < vocabulary for place in places)
+            and all(len(row) == len(self.entries) for row in self.logits)
+        )
+
     def difference(self, other: Fingerprint) -> float:
         """The largest difference between the two, over this one's largest magnitude (or 1, where that is less)."""
         mine, theirs = (
@@ -87,9 +98,7 @@ def fingerprint(model: nn.Module, ids: Tensor) -> Fingerprint:
     """
     with torch.no_grad():
         logits = model.eval()(ids).logits[0].float()
-    size = logits.shape[-1]
-    count = min(ENTRIES, size)
-    entries = [place * size // count for place in range(count)]
+    entries = _entries(logits.shape[-1])
     return Fingerprint(
         tokens=ids[0].tolist(),
         entries=entries,
@@ -143,6 +152,11 @@ def read_manifest(directory: Path) -> ExportManifest:
             f"{path}: {place or 'the file'}: {first['msg']}\n"
             "  it was changed by hand or damaged, or another version of surgery wrote it: get it again"
         ) from None
+
+
+def _entries(vocabulary: int) -> list[int]:
+    count = min(ENTRIES, vocabulary)
+    return [place * vocabulary // count for place in range(count)]
 
 
 def _short(value: float) -> float:
