@@ -7,10 +7,10 @@ heads of the first two: nothing is read again for that, and nothing has to be pu
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import chunks
+from .operators import operator
 
 BY_DEFAULT = True  # whether it runs unasked
 MAX_WIDTH = 4  # taps that the kernels keep in registers
@@ -33,7 +33,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | 
     return _forward(x, weight.float(), None if bias is None else bias.float(), reset)
 
 
-@torch.library.custom_op("surgery::causal_conv", mutates_args=(), device_types="cuda")
+@operator("causal_conv", device_types="cuda")
 @chunks.on_its_device
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None) -> Tensor:
     from .triton_convolution import forward
@@ -41,7 +41,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | Non
     return forward(x, weight, bias, reset)[0]
 
 
-@torch.library.custom_op("surgery::causal_conv_backward", mutates_args=(), device_types="cuda")
+@operator("causal_conv_backward", device_types="cuda")
 @chunks.on_its_device
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None
@@ -100,7 +100,7 @@ def normalised_conv(
     )
 
 
-@torch.library.custom_op("surgery::normalised_conv", mutates_args=(), device_types="cuda")
+@operator("normalised_conv", device_types="cuda")
 @chunks.on_its_device
 def _forward_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None, groups: int, key_dim: int, scale: float,
@@ -111,7 +111,7 @@ def _forward_heads(
     return forward(x, weight, bias, reset, Heads(groups, key_dim, scale, eps))
 
 
-@torch.library.custom_op("surgery::normalised_conv_backward", mutates_args=(), device_types="cuda")
+@operator("normalised_conv_backward", device_types="cuda")
 @chunks.on_its_device
 def _backward_heads(
     dq: Tensor, dk: Tensor, dv: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, reset: Tensor | None,

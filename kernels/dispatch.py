@@ -6,11 +6,11 @@ usual one runs), ``backend=`` for one call.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 import os
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -41,6 +41,21 @@ _FORMS: dict[tuple[str, str], Callable] = {
 }
 
 
+def _palimpsa_in_triton() -> ModuleType:
+    from .palimpsa import triton
+
+    return triton
+
+
+def _bayesian_in_triton() -> ModuleType:
+    from .bayesian import triton
+
+    return triton
+
+
+# what imports a rule's Triton form; the hosts' rules have kernels for one token alone, and inside their chunks
+_TRITON_FORMS: dict[str, Callable[[], ModuleType]] = {"palimpsa": _palimpsa_in_triton, "bayesian": _bayesian_in_triton}
+
 # rules whose Triton form is taken on CUDA without being asked for: those that a GPU has passed
 TRITON_BY_DEFAULT = frozenset({"palimpsa", "bayesian"})
 
@@ -53,10 +68,9 @@ def _has(rule: str, backend: str) -> bool:
     """Whether ``rule`` has the form ``backend``. Triton forms are imported when first asked for."""
     if (rule, backend) in _FORMS:
         return True
-    name = f"{__package__}.{rule}.triton"
-    if backend != "triton" or importlib.util.find_spec("triton") is None or importlib.util.find_spec(name) is None:
+    if backend != "triton" or rule not in _TRITON_FORMS or importlib.util.find_spec("triton") is None:
         return False
-    module = importlib.import_module(name)
+    module = _TRITON_FORMS[rule]()
     key_dim = module.max_key() if hasattr(module, "max_key") else getattr(module, "MAX_KEY", math.inf)
     _LIMITS[rule] = key_dim, getattr(module, "MAX_VALUE", math.inf)
     _FORMS[rule, backend] = getattr(module, rule)

@@ -6,10 +6,10 @@ concatenation of the projections' gradients; here the backward pass is one kerne
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import chunks
+from .operators import operator
 
 BY_DEFAULT = True  # whether it runs unasked
 MAX_WIDTH = 16384  # of a group: a program of the kernels holds all of it
@@ -47,7 +47,7 @@ def gated_norm(
     return _forward(x, gate, weight.float(), values, skip, groups, eps, activation == "sigmoid", gate_first)
 
 
-@torch.library.custom_op("surgery::gated_norm", mutates_args=(), device_types="cuda")
+@operator("gated_norm", device_types="cuda")
 @chunks.on_its_device
 def _forward(
     x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int, eps: float,
@@ -58,7 +58,7 @@ def _forward(
     return forward(x, gate, weight, values, skip, groups, eps, sigmoid, gate_first)
 
 
-@torch.library.custom_op("surgery::gated_norm_backward", mutates_args=(), device_types="cuda")
+@operator("gated_norm_backward", device_types="cuda")
 @chunks.on_its_device
 def _backward(
     dout: Tensor, x: Tensor, gate: Tensor, weight: Tensor, values: Tensor | None, skip: Tensor | None, groups: int,

@@ -14,6 +14,7 @@ import sys
 from types import ModuleType
 
 TABLE = "transformers.models.auto.configuration_auto"
+AUTOLOAD = "SURGERY_AUTOLOAD"  # 0 in the environment: see autoload
 
 
 def register() -> None:

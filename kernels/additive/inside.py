@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import chunks as chunked
+from ..operators import operator
 
 BY_DEFAULT = True  # whether the kernels run unasked
 MAX_KEY, MAX_VALUE = 128, 128  # a program of the kernels holds all of a key and of a value
@@ -22,7 +23,7 @@ def fused(k: Tensor, v: Tensor) -> bool:
     return half and k.shape[-1] <= MAX_KEY and v.shape[-1] <= MAX_VALUE and chunked.fused(k, BY_DEFAULT)
 
 
-@torch.library.custom_op("surgery::additive_output", mutates_args=(), device_types="cuda")
+@operator("additive_output", device_types="cuda")
 @chunked.on_its_device
 def output(q: Tensor, k: Tensor, v: Tensor, write: Tensor, met: Tensor, total: Tensor) -> Tensor:
     """As :func:`output_in_torch`."""
@@ -31,7 +32,7 @@ def output(q: Tensor, k: Tensor, v: Tensor, write: Tensor, met: Tensor, total: T
     return triton_chunks.output(q, k, v, write, met, total)
 
 
-@torch.library.custom_op("surgery::additive_gradients", mutates_args=(), device_types="cuda")
+@operator("additive_gradients", device_types="cuda")
 @chunked.on_its_device
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, write: Tensor, do: Tensor, met: Tensor, left: Tensor, total: Tensor

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..chunks import MAX_HEADS, fused, on_its_device
+from ..operators import operator
 
 
-@torch.library.custom_op("surgery::additive_states", mutates_args=())
+@operator("additive_states")
 @on_its_device
 def additive_states(
     k: Tensor, x: Tensor, scale: Tensor, whole: Tensor, start: Tensor, reverse: bool

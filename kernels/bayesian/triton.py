@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..chunks import MAX_HEADS, check, compute_dtype, on_its_device, without_autocast
 from ..devices import ENOUGH_SHARED, shared_memory
+from ..operators import operator
 from . import reference
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, SMALL_KEY, Shape, mean_precision, tables
 from .triton_covariance import covariance, prepare
@@ -28,7 +29,7 @@ def max_key() -> int:
     return MAX_KEY if all(shared_memory(device) >= ENOUGH_SHARED for device in devices) else SMALL_KEY
 
 
-@torch.library.custom_op("surgery::bayesian", mutates_args=())
+@operator("bayesian")
 @on_its_device
 def _bayesian(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cov_decay_sqrt: Tensor, process_noise: Tensor, precision: Tensor,
@@ -71,7 +72,7 @@ def _(q, k, v, decay, cov_decay_sqrt, process_noise, precision, observation_nois
     return v.new_empty(v.shape), state, *kept
 
 
-@torch.library.custom_op("surgery::bayesian_backward", mutates_args=())
+@operator("bayesian_backward")
 @on_its_device
 def _bayesian_backward(
     do: Tensor | None, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cov_decay_sqrt: Tensor,

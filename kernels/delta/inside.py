@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..chunks import MAX_HEADS, on_its_device, step_gradients
 from ..chunks import fused as wanted
+from ..operators import operator
 from .blocks import KEY_BLOCK
 
 # whether the kernels run unasked
@@ -61,7 +62,7 @@ def gate_gradients(
     return (dbeta + of_step).transpose(2, 3), step_gradients(*sums, whole * through.sum(0))
 
 
-@torch.library.custom_op("surgery::delta", mutates_args=(), device_types="cuda")
+@operator("delta", device_types="cuda")
 @on_its_device
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,
@@ -79,7 +80,7 @@ def _forward(
     return triton_chunks.forward(q, k, v, beta, total, from_start, to_end, whole, start)
 
 
-@torch.library.custom_op("surgery::delta_backward", mutates_args=(), device_types="cuda")
+@operator("delta_backward", device_types="cuda")
 @on_its_device
 def _backward(
     do: Tensor, dfinal: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, total: Tensor, from_start: Tensor,

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..chunks import MAX_HEADS, fused, on_its_device
+from ..operators import operator
 
 MAX_KEY = 256  # a program of the kernels holds all rows of a state's columns
 
 
-@torch.library.custom_op("surgery::delta_states", mutates_args=())
+@operator("delta_states")
 @on_its_device
 def _forward(
     solve: Tensor, beta: Tensor, v: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor, start: Tensor
@@ -37,7 +38,7 @@ def _forward(
     return torch.stack(met, 1).to(k.dtype), torch.stack(corrections, 1).to(k.dtype), final
 
 
-@torch.library.custom_op("surgery::delta_states_adjoint", mutates_args=())
+@operator("delta_states_adjoint")
 @on_its_device
 def _adjoint(
     solve: Tensor, beta: Tensor, dcorrections: Tensor, k: Tensor, from_start: Tensor, to_end: Tensor, whole: Tensor,

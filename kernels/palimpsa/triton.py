@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chunks import MAX_HEADS, check, compute_dtype, on_its_device, without_autocast
+from ..operators import operator
 from . import chunked
 from .triton_backward import backward
 from .triton_common import CHUNK, MAX_KEY, MAX_VALUE, decays, precision
@@ -22,7 +23,7 @@ def _length(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> int:
     return segment_length(batch, tokens, heads, k.shape[-1], value_dim, precision(q, k, v, b) != "tf32")
 
 
-@torch.library.custom_op("surgery::palimpsa", mutates_args=())
+@operator("palimpsa")
 @on_its_device
 def _palimpsa(
     q: Tensor, k: Tensor, v: Tensor, b: Tensor, log_decay: Tensor, prior: Tensor, state: Tensor | None,
@@ -47,7 +48,7 @@ def _(q, k, v, b, log_decay, prior, state, reset, return_variance):
     return v.new_empty(v.shape), variance, final, starts
 
 
-@torch.library.custom_op("surgery::palimpsa_backward", mutates_args=())
+@operator("palimpsa_backward")
 @on_its_device
 def _palimpsa_backward(
     dy: Tensor, dvariance: Tensor | None, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, b: Tensor,
@@ -93,7 +94,7 @@ def _differentiate(ctx, dy, dvariance, dfinal, _):
 _palimpsa.register_autograd(_differentiate, setup_context=_save)
 
 
-@torch.library.custom_op("surgery::palimpsa_step", mutates_args=())
+@operator("palimpsa_step")
 def _palimpsa_step(
     q: Tensor, k: Tensor, v: Tensor, b: Tensor, log_decay: Tensor, prior: Tensor, state: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ def describe_files(directory: Path, names: Iterable[str]) -> dict[str, dict[str,
 
 def write_checksums(directory: Path, about: Mapping[str, Any] | None = None) -> None:
     """Write ``complete.json`` for all files that ``directory`` holds now, on the disk in one step and after them."""
-    files = describe_files(directory, _names(directory))
+    files = describe_files(directory, content_names(directory))
     for name in files:
         with (directory / name).open("rb") as stream:
             os.fsync(stream.fileno())
@@ -163,7 +163,7 @@ def damage(directory: Path, *, sizes_only: bool = False) -> list[str]:
             elif now != size:
                 found[name] = f"{name} holds {now:,} bytes and was written with {size:,}"
     if not sizes_only:
-        for name in _names(directory):
+        for name in content_names(directory):
             if name not in checksums.files:
                 found[name] = f"{name} was not there when it was written"
         names = [name for name, (_, digest) in checksums.files.items() if digest is not None and name not in found]
@@ -189,7 +189,7 @@ def _readable(file: Path) -> str | None:
         return None
 
 
-def _names(directory: Path) -> list[str]:
+def content_names(directory: Path) -> list[str]:
     """The files of a directory that are its content: no hidden ones, no compiled Python, not the list itself."""
     names = []
     for file in sorted(directory.rglob("*")):

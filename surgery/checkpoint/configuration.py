@@ -56,7 +56,7 @@ def checked(config: dict[str, Any], path: Path) -> dict[str, Any]:
         names = part.get("architectures")
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise _wrong(path, place + "architectures", names, "a list of names")
-    if config.get("auto_map"):
+    if config.get("auto_map") and not str(config.get("model_type")).startswith("surgery_"):  # not of an export's own
         _say(path, "auto_map", "names code that comes with the model", "it is not run")
     return _without(config, path, "")
 

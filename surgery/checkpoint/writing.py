@@ -28,6 +28,7 @@ def companions(directory: Path) -> list[Path]:
     trusted (:mod:`surgery.checkpoint.remote_code`)."""
     patterns = (*COMPANIONS, *(("*.py",) if trusted() else ()))
     found = {path for pattern in patterns for path in directory.glob(pattern) if path.is_file()}
+    found -= set(directory.glob("surgery_*.py"))  # of an export, whose next one writes it anew
     return sorted(path.relative_to(directory) for path in found)
 
 

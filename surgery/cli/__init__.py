@@ -19,6 +19,7 @@ COMMANDS: tuple[str, ...] = (
     "revert",
     "distill",
     "export",
+    "verify",
     "reproduce",
     "check",
     "hosts",

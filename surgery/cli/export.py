@@ -31,14 +31,20 @@ def export(
         str | None,
         typer.Option("--control", metavar="RUN|JSON", help="A control's run or report, for the model card."),
     ] = None,
+    code: Annotated[
+        bool,
+        typer.Option("--code/--no-code", help="Put the modelling code beside the weights, for trust_remote_code=True."),
+    ] = True,
     json_target: JsonOption = None,
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Write a run's model as a Hugging Face checkpoint that AutoModelForCausalLM loads where surgery is installed.
+    """Write a run's model as a Hugging Face checkpoint that AutoModelForCausalLM loads anywhere.
 
-    Weights, configuration, tokenizer, generation settings, the recipe and a model card with the figures before and
-    after. The directory appears once a fresh process has loaded it and its logits equal the run's.
+    Weights, configuration, tokenizer, generation settings, the recipe, a model card with the figures before and after,
+    and the modelling code: transformers runs that under trust_remote_code=True where surgery is not imported. The
+    directory appears once a fresh process has loaded it so and its logits equal the run's. surgery verify checks it
+    later.
 
     [dim]Examples[/dim]
       surgery export runs/demo-palimpsa --output my-model
@@ -75,6 +81,7 @@ def export(
             measure=measure,
             control=control,
             device=where,
+            code=code,
             stage=lambda text: err.print(text, style="dim", highlight=False, soft_wrap=True),
             progress=bars,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import surgery
 from surgery.operation import RECIPE_FILE, at_commit
 from surgery.places import is_hub_id
 from surgery.results import shown
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from surgery.export.verify import Check
 
 
-_LOADING = """\
+_WITH_PACKAGE = """\
 ```python
 import surgery  # pip install model-surgery
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +23,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{name}")
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```"""
+_WITH_CODE = """\
+With torch and transformers alone; this runs the Python files that lie beside the weights:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+
+With the package, whose classes are then used and nothing beside the weights is run:
+
+{package}
+
+The files `surgery_*.py` are modules of model-surgery {version} (Apache-2.0) with their imports rewritten; together they
+have the SHA-256 `{digest}`. `surgery verify {name}` holds them, the weights and a few logits against what was
+exported."""
 
 
 def model_card(
@@ -31,6 +49,7 @@ def model_card(
     check: Check,
     report: dict[str, Any] | None,
     control: dict[str, Any] | None,
+    code: str | None,
 ) -> str:
     """The README.md of an exported model.
 
@@ -38,6 +57,7 @@ def model_card(
         name: of the output directory.
         report: an evaluation report of the model, with its base as baseline where that was measured.
         control: a report of the control.
+        code: SHA-256 of the modelling code beside the weights, None where there is none.
     """
     base, swap = source.base, source.swap
     hub = f"base_model: {base}\n" if is_hub_id(base) else ""
@@ -55,9 +75,16 @@ def model_card(
         _check(check, dtype),
         f"The recipe is in `{RECIPE_FILE}`, word for word.{_overrides(source)}" if source.recipe_text else "",
         "## Loading it",
-        _LOADING.format(name=name),
+        _loading(name, code),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _loading(name: str, code: str | None) -> str:
+    package = _WITH_PACKAGE.format(name=name)
+    if code is None:
+        return package
+    return _WITH_CODE.format(name=name, package=package, version=surgery.__version__, digest=code)
 
 
 def dose_warning(source: Source) -> str | None:
@@ -168,7 +195,7 @@ def _check(check: Check, dtype: str) -> str:
     where = f"on {check.tokens} tokens of {check.text}"
     exact = (
         f"Stored in {dtype}; decays and the memories' own small parameters in float32. Loaded in a fresh process with "
-        f"`AutoModelForCausalLM`, its logits equal the run's in {dtype} bit for bit, {where}."
+        f"`AutoModelForCausalLM` as below, its logits equal the run's in {dtype} bit for bit, {where}."
     )
     if not check.cast:
         return exact

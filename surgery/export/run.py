@@ -19,7 +19,9 @@ from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load_tokenizer, locate
 from surgery.evaluation.report import RecallPlan, evaluate
 from surgery.export.card import dose_warning, model_card
+from surgery.export.manifest import FINGERPRINT_TOKENS, code_in, write_manifest
 from surgery.export.source import DTYPES, Source, open_source
+from surgery.export.standalone import digest_of
 from surgery.export.verify import TOKENS, Check, check_export
 from surgery.export.writing import planned_sizes, write_export
 from surgery.operation import CARD_FILE, RECIPE_FILE
@@ -78,6 +80,7 @@ def export(
     measure: bool = False,
     control: str | None = None,
     device: str = "cpu",
+    code: bool = True,
     stage: Callable[[str], Any] = lambda text: None,
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> Export:
@@ -90,6 +93,7 @@ def export(
         measure: evaluate the exported model and its base now; otherwise the card quotes the run's own evaluation.
         control: a run or a report of ``surgery eval --json`` whose figures the card puts beside.
         device: where to evaluate. The reload is compared on the CPU.
+        code: put the modelling code beside the weights, so that transformers loads them without this package.
         stage: called with what starts now. progress: called with (stage, done, total).
 
     Raises:
@@ -99,7 +103,7 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
     with claimed(output) as final:
-        return _export(run, final, dtype, shard_size, measure, control, device, stage, progress)
+        return _export(run, final, dtype, shard_size, measure, control, device, code, stage, progress)
 
 
 def _export(
@@ -110,6 +114,7 @@ def _export(
     measure: bool,
     control: str | None,
     device: str,
+    code: bool,
     stage: Callable[[str], Any],
     progress: Callable[[str, int, int], Any] | None,
 ) -> Export:
@@ -135,9 +140,9 @@ def _export(
                 progress("writing", written, total)
 
         files = {RECIPE_FILE: source.recipe_text} if source.recipe_text else {}
-        weights = write_export(staging, source, dtype, shard_size, files, advance)
+        weights = write_export(staging, source, dtype, shard_size, files, advance, code=code)
         stage("loading it in a fresh process")
-        check = check_export(source.adapter, source.located.path, source.dtype, staging, dtype, text.name, ids)
+        check = check_export(source.adapter, source.located.path, source.dtype, staging, dtype, text.name, ids, code)
         if measure:
             stage("measuring it and its base")
             report = _evaluate(source, staging, final.name, device, progress)
@@ -145,8 +150,11 @@ def _export(
             report = latest_report(source.located)
         if report is None:
             warnings.append("nothing was measured of this model: export with --evaluate, or run surgery eval first")
-        card = model_card(source, final.name, dtype, check, report, beside)
+        digest = digest_of(code_in(staging)) if code else None
+        card = model_card(source, final.name, dtype, check, report, beside, digest)
         (staging / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
+        stage("taking its fingerprint")
+        write_manifest(staging, source.adapter, ids[:, :FINGERPRINT_TOKENS])
         num_bytes = sum((staging / name).stat().st_size for name in weights)
     return Export(final, source, dtype, weights, num_bytes, check, report, warnings)
 

@@ -15,18 +15,21 @@ from torch import Tensor, nn
 
 from surgery.errors import JobError
 from surgery.evaluation.finite import first_nonfinite
+from surgery.registration import AUTOLOAD
 
 TOKENS = 256
 
 RELOAD = """\
 import sys
 import torch
-import surgery
+directory, given, result, threads, code = sys.argv[1:]
+if not code:
+    import surgery
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-directory, given, result, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))
-model, found = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, output_loading_info=True)
+model, found = AutoModelForCausalLM.from_pretrained(
+    directory, local_files_only=True, output_loading_info=True, trust_remote_code=bool(code))
 wrong = {kind: sorted(map(str, names)) for kind, names in found.items() if names}
 if wrong:
     sys.exit(f"tensors do not fit: {wrong}")
@@ -61,8 +64,9 @@ class Check:
         return asdict(self)
 
 
-def reload_logits(directory: Path, ids: Tensor) -> Tensor:
-    """Logits [1, T, vocabulary] of ``ids`` [1, T] from a fresh Python that imports surgery and transformers alone.
+def reload_logits(directory: Path, ids: Tensor, code: bool = False) -> Tensor:
+    """Logits [1, T, vocabulary] of ``ids`` [1, T] from a fresh Python that imports transformers alone and runs the code
+    in ``directory``, or, without ``code``, imports surgery as well.
 
     Raises:
         JobError: it failed; its last line is the message.
@@ -73,7 +77,9 @@ def reload_logits(directory: Path, ids: Tensor) -> Tensor:
         given, result = Path(folder, "ids.safetensors"), Path(folder, "logits.safetensors")
         save_file({"ids": ids}, given)
         command = [sys.executable, "-c", RELOAD, str(directory), str(given), str(result), str(torch.get_num_threads())]
+        command.append("code" if code else "")
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        environment |= {"HF_MODULES_CACHE": folder, AUTOLOAD: "0" if code else "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
@@ -89,18 +95,21 @@ def model_logits(model: nn.Module, ids: Tensor) -> Tensor:
         return model.eval()(ids).logits.float()
 
 
-def check_export(adapter: Any, run: Path, run_dtype: str, exported: Path, dtype: str, name: str, ids: Tensor) -> Check:
+def check_export(
+    adapter: Any, run: Path, run_dtype: str, exported: Path, dtype: str, name: str, ids: Tensor, code: bool = False
+) -> Check:
     """Compare an exported directory with the model it was made from.
 
     Args:
         run: the checkpoint that was exported; run_dtype: what a plain load of it gives.
         exported: the new directory; dtype: what it was written in.
         name: of the text that ``ids`` [1, T] come from.
+        code: load it with the code that lies beside the weights, not with this package.
 
     Raises:
         JobError: the exported model does not load, or its logits are not the run's in the exported dtype.
     """
-    fresh = reload_logits(exported, ids)
+    fresh = reload_logits(exported, ids, code)
     model = adapter.load(run, dtype=getattr(torch, dtype))
     same = model_logits(model, ids)
     if not bool(same.isfinite().all()):

@@ -12,6 +12,7 @@ from surgery.checkpoint.reading import CONFIG, INDEX, SINGLE, TensorEntry
 from surgery.checkpoint.ties import held_ties
 from surgery.checkpoint.writing import companions, copy_file, write_json
 from surgery.errors import JobError
+from surgery.export.standalone import auto_map, code_of
 
 if TYPE_CHECKING:
     from surgery.export.source import Source
@@ -67,7 +68,14 @@ def planned_sizes(source: Source, dtype: torch.dtype) -> dict[str, int]:
 
 
 def write_export(
-    staging: Path, source: Source, dtype: str, shard_size: int, files: dict[str, str], progress: Progress | None = None
+    staging: Path,
+    source: Source,
+    dtype: str,
+    shard_size: int,
+    files: dict[str, str],
+    progress: Progress | None = None,
+    *,
+    code: bool = True,
 ) -> list[str]:
     """Write weights, index, configuration, tokenizer and generation files into an empty directory.
 
@@ -75,6 +83,8 @@ def write_export(
         dtype: ``float32``, ``bfloat16`` or ``float16``; see :func:`float32_tensors` for what does not follow it.
         shard_size: bytes; at most one shard's tensors are in memory at once.
         files: further text files by name, written as they are.
+        code: write the modelling code beside the weights, and name it in the configuration; see
+            :mod:`surgery.export.standalone`.
 
     Returns:
         The names of the weight files.
@@ -93,6 +103,9 @@ def write_export(
     ]
     config = source.adapter.surgery_config(source.checkpoint.config, source.swap)
     config.pop("torch_dtype", None)
+    if code:
+        config["auto_map"] = auto_map(config["model_type"])
+        files = {**files, **code_of(config["model_type"])}
     write_json(staging / CONFIG, {**config, "dtype": dtype})
     for name, members in zip(names, shards, strict=True):
         tensors = {}

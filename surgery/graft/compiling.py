@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from surgery.errors import UsageError
 from surgery.kernels.chunks import TRITON
+from surgery.kernels.operators import operator
 
 SWITCH = "SURGERY_COMPILE"
 VARIANTS = 64  # compilations of one function: shapes, rules, and who gets gradients
@@ -196,7 +197,7 @@ class _Settled(torch.autograd.Function):
         return _written_out(grad)
 
 
-@torch.library.custom_op("surgery::written_out", mutates_args=())
+@operator("written_out")
 def _written_out(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -11,13 +11,11 @@ name}. Where the layers do not all hold the same rule with the same options, "sc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
-
-from surgery.models.registry import Announced
 
 SCHEMAS = (1, 2)
 
@@ -76,6 +74,21 @@ class Swap:
             return {"schema": 1, **swaps[0], **about}
         rules = " + ".join(dict.fromkeys(one["rule"] for one in swaps))
         return {"schema": 2, "rule": rules, "layers": sorted(self.rules), "swaps": swaps, **about}
+
+
+class Announced:
+    """Comes before a configuration among a class's bases: each instance lets its model be known.
+
+    Attributes:
+        announce: makes the model classes known; nothing until :mod:`surgery.models.registry` sets it, and in the copy
+            of this file beside a checkpoint, whose configuration names the model class itself.
+    """
+
+    announce: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        Announced.announce()
 
 
 class SurgeryMamba2Config(Announced, PreTrainedConfig):

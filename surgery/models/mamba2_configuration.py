@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from surgery.models.registry import Announced
+from surgery.models.configuration import Announced
 
 # a Mamba-2 mixer's own defaults in mamba_ssm, where neither its configuration nor its tensors say otherwise
 SSM_DEFAULTS = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1}

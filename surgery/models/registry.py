@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from surgery.models.stand_ins import stand_ins
+from surgery.models.stand_ins import introduce, stand_ins
 
 # (module of the configuration, its class, module of the model, its class), all under surgery.models
 MODELS: tuple[tuple[str, str, str, str], ...] = (
@@ -22,29 +22,23 @@ _announced = False
 
 
 def configurations() -> list[type]:
-    """The configuration classes, or what stands in for them until they are asked for."""
+    """The configuration classes, or what stands in for them until they are asked for. From now on the first instance
+    of one calls :func:`announce_models`."""
+    from surgery.models.configuration import Announced
+
+    Announced.announce = staticmethod(announce_models)
     return [*(_load(module, name) for module, name, _, _ in MODELS), *stand_ins()]
 
 
 def announce_models() -> None:
-    """Let AutoModelForCausalLM know the model classes. Called by a configuration's first instance, which always comes
+    """Let transformers know the model classes. Called by a configuration's first instance, which always comes
     before the model and always after transformers has finished importing itself."""
     global _announced
     if _announced:
         return
     _announced = True
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
     for config_module, config, model_module, model in MODELS:
-        AutoModelForCausalLM.register(_load(config_module, config), _load(model_module, model), exist_ok=True)
-
-
-class Announced:
-    """Comes before a configuration among a class's bases: each instance lets its model be known."""
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        announce_models()
+        introduce(_load(config_module, config), _load(model_module, model))
 
 
 def _load(module: str, name: str) -> Any:

@@ -34,14 +34,23 @@ def hybrid_configuration(model_type: str) -> type[PreTrainedConfig]:
         ImportError: the installed transformers has no such family.
     """
     from transformers.models.auto.configuration_auto import AutoConfig
-    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     module, name = HYBRIDS[model_type]
     classes = importlib.import_module(f"surgery.models.{module}")
     configuration = getattr(classes, f"Surgery{name}Config")
     AutoConfig.register(model_type, configuration, exist_ok=True)
-    AutoModelForCausalLM.register(configuration, getattr(classes, f"Surgery{name}ForCausalLM"), exist_ok=True)
+    introduce(configuration, getattr(classes, f"Surgery{name}ForCausalLM"))
     return configuration
+
+
+def introduce(configuration: type[PreTrainedConfig], model: type) -> None:
+    """Let AutoModelForCausalLM know a model class, and ``transformers serve``, which looks the class that a checkpoint
+    names up in transformers itself."""
+    import transformers
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    AutoModelForCausalLM.register(configuration, model, exist_ok=True)
+    setattr(transformers, model.__name__, model)
 
 
 def stand_ins() -> list[type[PreTrainedConfig]]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from surgery.errors import UsageError
+from surgery.kernels.operators import HOME
 from surgery.memory.modules import all_hooked, resident, watched
 
 SWITCH = "SURGERY_CUDA_GRAPHS"
@@ -120,7 +121,7 @@ def _recordable(cache: Cache) -> bool:
 
 def _familiar(module: nn.Module) -> bool:
     """Whether it is known that ``module``, of one of these libraries, does the same at every step."""
-    return type(module).__module__.partition(".")[0] in ("torch", "transformers", "surgery")
+    return type(module).__module__.startswith(("torch.", "transformers.", f"{HOME}."))
 
 
 def _manner(module: nn.Module) -> tuple | None:

@@ -119,7 +119,7 @@ def quick(monkeypatch):
 
     from surgery.export import verify
 
-    def reload(directory, ids):
+    def reload(directory, ids, code=False):
         return verify.model_logits(AutoModelForCausalLM.from_pretrained(directory), ids)
 
     monkeypatch.setattr(verify, "reload_logits", reload)

@@ -199,12 +199,12 @@ def test_reload_that_differs_leaves_nothing(make_run, quick, tmp_path, monkeypat
     run = make_run()
     reload = verify.reload_logits
 
-    def alter(directory, ids):
+    def alter(directory, ids, code):
         path = directory / "model.safetensors"
         tensors = load_file(path)
         tensors["backbone.layers.1.mixer.out_proj.weight"][3, 3] += 1e-3
         save_file(tensors, path, metadata={"format": "pt"})
-        return reload(directory, ids)
+        return reload(directory, ids, code)
 
     monkeypatch.setattr(verify, "reload_logits", alter)
     with pytest.raises(JobError, match="logits differ from the run's in float32"):
@@ -216,12 +216,12 @@ def test_reload_that_fails_leaves_nothing(make_run, tmp_path, monkeypatch):
     run = make_run()
     reload = verify.reload_logits
 
-    def damage(directory, ids):
+    def damage(directory, ids, code):
         path = directory / "model.safetensors"
         tensors = load_file(path)
         del tensors["backbone.layers.1.norm.weight"]
         save_file(tensors, path, metadata={"format": "pt"})
-        return reload(directory, ids)
+        return reload(directory, ids, code)
 
     monkeypatch.setattr(verify, "reload_logits", damage)
     with pytest.raises(JobError, match=r"fresh process, nothing was written\n.*backbone\.layers\.1\.norm\.weight"):

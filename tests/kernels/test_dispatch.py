@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import sys
 import types
 
 import pytest
@@ -28,10 +28,9 @@ def kernel(monkeypatch):
 
     module = types.ModuleType("surgery.kernels.delta.triton")
     module.delta, module.MAX_KEY, module.MAX_VALUE = delta, 16, 512
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(dispatch._TRITON_FORMS, "delta", lambda: module)
     find_spec = importlib.util.find_spec
-    installed = ("triton", module.__name__)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: name in installed or find_spec(name, *at))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: name == "triton" or find_spec(name, *at))
     monkeypatch.delitem(dispatch._FORMS, ("delta", "triton"), raising=False)
     return delta
 
