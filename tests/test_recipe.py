@@ -86,7 +86,7 @@ def test_a_recipe_with_its_control_differs_in_the_memory_alone():
 
 def test_the_papers_figures():
     palimpsa = load_recipe("mamba2-2.7b-palimpsa")
-    assert palimpsa.layers == LayerChoice(top=8, by="mean")
+    assert palimpsa.layers == LayerChoice(top=8, by="log-mean")
     assert [phase.tokens for phase in palimpsa.phases[:2]] == [10_000_000_000, 5_000_000_000]
     assert palimpsa.phases[1].context == 32768
     assert [phase.kind for phase in palimpsa.phases] == ["next-token", "next-token", "instruct"]

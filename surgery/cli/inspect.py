@@ -37,9 +37,9 @@ def inspect(
         typer.Option(
             "--metric",
             metavar="mean|log-mean|median",
-            help="Ranks the layers; the choice is ours: the paper's only aggregate is the mean of log N_t (log-mean).",
+            help="Ranks the layers; default log-mean, the paper's only aggregate. A mean is moved by a few tokens.",
         ),
-    ] = "mean",
+    ] = "log-mean",
     top: Annotated[int | None, typer.Option("--top", metavar="K", help="Mark the K first.")] = None,
     static: Annotated[
         bool, typer.Option("--static", help="Estimate from A_log and dt_bias alone; no text is read.")
@@ -90,7 +90,7 @@ def inspect(
 
     [dim]Examples[/dim]
       surgery inspect bundled:tiny-mamba2
-      surgery inspect ./my-model --text book.txt --tokens 256k --metric log-mean --plot layers.png
+      surgery inspect ./my-model --text book.txt --tokens 256k --metric median --plot layers.png
       surgery inspect ./my-model --static --json -
       surgery inspect bundled:tiny-gdn --top 4 --recipe mine.yaml --memory bayesian
       surgery inspect ./my-model --capacity
@@ -248,6 +248,8 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
         table.add_row(*row, style="bold" if mark else None)
     out.print(table)
     out.print(f"● the {len(chosen)} of highest {metric}: {', '.join(map(str, result['chosen']))}", highlight=False)
+    for line in _agreement(found, metric, result):
+        out.print(line, style="dim", highlight=False)
     notes = ["heads: least and most of a head's mean"] * (not probed)
     notes += [f"{DIAGNOSTICS.get(n, n)}: {EXPLAINED.get(n, n)}, median of heads" for n in extra]
     if notes:
@@ -259,6 +261,22 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
             style="dim",
             highlight=False,
         )
+
+
+def _agreement(found: Inspection, metric: str, result: dict[str, Any]) -> list[str]:
+    """Whether the other metrics, and the quarters of the text by themselves, choose the same layers."""
+    lines = []
+    others = {name: layers for name, layers in result["choices"].items() if layers != result["chosen"]}
+    if others:
+        lines.append("; ".join(f"{name} would choose {', '.join(map(str, ls))}" for name, ls in others.items()))
+    if (stability := result["stability"]) is not None:
+        counts, pieces = stability["layers"], stability["pieces"]
+        if counts == dict.fromkeys(result["chosen"], pieces):
+            lines.append(f"each quarter of the text by itself chooses the same by {metric}")
+        elif counts:
+            shown = ", ".join(f"{layer} in {count}" for layer, count in counts.items())
+            lines.append(f"of the {pieces} quarters of the text, each by itself, {metric} chooses {shown}")
+    return lines
 
 
 def _number(value: float) -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from surgery.memory.base import MemoryGeometry, MemoryInputs
 from surgery.memory.modules import device_of, fetched
 
 METRICS = ("mean", "log-mean", "median")
+DEFAULT_METRIC = "log-mean"  # the paper's only aggregate; a mean is moved by a few tokens near alpha = 1
+PIECES = 4  # of a text, each of which is measured by itself too
 CAP = 2.0**24
 BINS_PER_OCTAVE = 256  # of the histogram behind the quantiles: 0.3% wide
 _BINS = 24 * BINS_PER_OCTAVE + 1
@@ -50,6 +54,7 @@ class LayerHorizon:
         rule: the memory's rule. dose: its dose, None for the host's rule.
         diagnostics: figures a head of an upgraded layer's state after the text, and of its last writes, by name.
         gains: those of writes along the text, means over the heads; see :class:`surgery.inspection.gains.GainMeter`.
+        pieces: each metric's figure on each quarter of the text alone; None for the estimate without data.
     """
 
     layer: int
@@ -67,11 +72,17 @@ class LayerHorizon:
     dose: float | None = None
     diagnostics: dict[str, list[float]] | None = None
     gains: dict[str, list[float]] | None = None
+    pieces: list[dict[str, float]] | None = None
 
     def figure(self, metric: str) -> float:
         """The figure that ``metric`` ranks by."""
         check_metric(metric)
-        return {"mean": self.mean, "log-mean": self.log_mean, "median": self.median}[metric]
+        return self.figures[metric]
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figure of every metric."""
+        return {"mean": self.mean, "log-mean": self.log_mean, "median": self.median}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -119,6 +130,12 @@ class HorizonMeter:
         index = (values.log2() * BINS_PER_OCTAVE).long().clamp_(0, _BINS - 1)
         self._bins += torch.bincount(index.flatten(), minlength=_BINS)
 
+    def merge(self, other: HorizonMeter) -> None:
+        """Count what ``other`` has counted."""
+        self.tokens += other.tokens
+        for name in ("_sum", "_log_sum", "_decay_sum", "_alpha", "_capped", "_bins"):
+            getattr(self, name).add_(getattr(other, name))
+
     @property
     def mean_log_decay(self) -> Tensor:
         """[H] or [H, K], mean of log alpha_t."""
@@ -153,6 +170,39 @@ class HorizonMeter:
         )
 
 
+class TextMeter:
+    """Figures of one layer over a text and over each of its pieces.
+
+    Args:
+        make: gives an empty meter.
+        total: tokens of the text.
+    """
+
+    def __init__(self, make: Callable[[], HorizonMeter], total: int) -> None:
+        self.make = make
+        self.bounds = [total * piece // PIECES for piece in range(PIECES + 1)]
+        self.pieces = [make() for _ in range(PIECES)]
+
+    def add(self, log_decay: Tensor, before: int) -> None:
+        """Count log decays [B, T, ...], which begin ``before`` tokens into the text."""
+        for meter, first, end in zip(self.pieces, self.bounds, self.bounds[1:], strict=False):
+            part = log_decay[:, max(0, first - before) : max(0, end - before)]
+            if part.shape[1]:
+                meter.add(part)
+
+    @property
+    def whole(self) -> HorizonMeter:
+        found = self.make()
+        for meter in self.pieces:
+            found.merge(meter)
+        return found
+
+    def result(self, layer: int, **about: Any) -> LayerHorizon:
+        """The figures so far."""
+        pieces = [meter.result(layer).figures for meter in self.pieces if meter.tokens]
+        return self.whole.result(layer, pieces=pieces, **about)
+
+
 class _NotANumber(Exception):
     """Ends a forward pass at the first layer one of whose decays is not a number; its argument is the layer."""
 
@@ -184,7 +234,7 @@ def measure_horizons(
     """
     require_context(tokens, 1)
     device = device_of(model)
-    meters: dict[int, HorizonMeter] = {}
+    meters: dict[int, TextMeter] = {}
     doses: dict[int, float] = {}
     diagnostics: dict[int, dict[str, list[float]]] = {}
     gains: dict[int, GainMeter] = {}
@@ -196,15 +246,16 @@ def measure_horizons(
             if torch.isnan(inputs.log_decay).any():
                 raise _NotANumber(layer)
             if layer not in meters:  # where the layer computes, which need not be where the next one does
-                meters[layer] = _meter(module.geometry, inputs.log_decay.device)
-            meters[layer].add(inputs.log_decay)
+                make = partial(_meter, module.geometry, inputs.log_decay.device)
+                meters[layer] = TextMeter(make, len(tokens))
+            meters[layer].add(inputs.log_decay, before)
             if module.rule == "host":
                 return
             with fetched(module):  # here, where a streamed block is in memory
                 gains.setdefault(layer, GainMeter()).add(module, inputs, args[1] if len(args) > 1 else None, before)
                 if last:
                     doses[layer] = module.dose.item()
-                    diagnostics[layer] = _diagnostics(module, output[1], meters[layer].mean_log_decay)
+                    diagnostics[layer] = _diagnostics(module, output[1], meters[layer].whole.mean_log_decay)
 
         return hook
 
@@ -272,7 +323,22 @@ def static_horizons(log_decay: Mapping[int, Tensor]) -> list[LayerHorizon]:
     return figures
 
 
-def ranked(figures: list[LayerHorizon], metric: str = "mean") -> list[LayerHorizon]:
+def ranked(figures: list[LayerHorizon], metric: str = DEFAULT_METRIC) -> list[LayerHorizon]:
     """By ``metric``, the longest memory first; equal layers in order."""
     check_metric(metric)
     return sorted(figures, key=lambda figure: (-figure.figure(metric), figure.layer))
+
+
+def choices(figures: list[LayerHorizon], top: int) -> dict[str, list[int]]:
+    """The ``top`` layers of longest memory by each metric, in order of layers."""
+    return {metric: sorted(one.layer for one in ranked(figures, metric)[:top]) for metric in METRICS}
+
+
+def stability(figures: list[LayerHorizon], metric: str, top: int) -> dict[int, int]:
+    """In how many pieces of the text, each taken alone, a layer would be among the ``top`` by ``metric``: of each
+    layer that is so in one of them. Empty for the estimate without data."""
+    counts: Counter[int] = Counter()
+    for piece in zip(*(one.pieces or [] for one in figures), strict=True):
+        order = sorted(zip(figures, piece, strict=True), key=lambda pair: (-pair[1][metric], pair[0].layer))
+        counts.update(one.layer for one, _ in order[:top])
+    return dict(sorted(counts.items()))

@@ -13,7 +13,17 @@ from surgery.data.texts import Text, load_text
 from surgery.data.tokens import Tokens, encode, require_context
 from surgery.errors import UsageError
 from surgery.evaluation.loading import Located, load, locate
-from surgery.inspection.horizon import LayerHorizon, check_metric, measure_horizons, ranked, static_horizons
+from surgery.inspection.horizon import (
+    DEFAULT_METRIC,
+    PIECES,
+    LayerHorizon,
+    check_metric,
+    choices,
+    measure_horizons,
+    ranked,
+    stability,
+    static_horizons,
+)
 
 if TYPE_CHECKING:
     from surgery.inspection.probe import Probe
@@ -64,6 +74,8 @@ class Inspection:
             "metric": metric,
             "ranking": order,
             "chosen": sorted(order[:top]),
+            "choices": choices(self.figures, top),
+            "stability": None if self.static else {"pieces": PIECES, "layers": stability(self.figures, metric, top)},
             "layers": [figure.as_dict() for figure in self.figures],
             "probe": self.probe.as_dict() if self.probe else None,
         }
@@ -190,7 +202,7 @@ def inspect_static(model: str | Path, revision: str | None = None) -> Inspection
 
 def rank_layers(
     model: str | Path,
-    metric: str = "mean",
+    metric: str = DEFAULT_METRIC,
     data: Any = "bundled",
     tokens: int = 64_000,
     device: str = "cpu",

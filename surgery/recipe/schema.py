@@ -65,7 +65,7 @@ class LayerChoice(Section):
     top: Count | None = None
     bottom: Count | None = None
     random: Count | None = None
-    by: Annotated[Literal[METRICS], one_of(*METRICS)] = "mean"
+    by: Annotated[Literal[METRICS], one_of(*METRICS)] = "mean"  # as before recipes and drafts named it
     seed: Seed = 0
 
 
@@ -84,7 +84,7 @@ Layers = Annotated[
     Annotated[tuple[Index, ...], Tag("<list>")] | Annotated[LayerChoice, Tag("<choice>")],
     _union(
         lambda value: {list: "<list>", dict: "<choice>", tuple: "<list>", LayerChoice: "<choice>"}.get(type(value)),
-        "write a list such as [5, 11], or {top: 8, by: mean}",
+        "write a list such as [5, 11], or {top: 8, by: log-mean}",
     ),
 ]
 

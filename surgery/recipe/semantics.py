@@ -44,13 +44,14 @@ def _layers(recipe: Recipe) -> Iterator[Problem]:
         given = [name for name in ("top", "bottom", "random") if getattr(layers, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none of them"
-            yield ("layers",), f"give one of top, bottom, random; found {found}", "write for example {top: 8, by: mean}"
+            problem = f"give one of top, bottom, random; found {found}"
+            yield ("layers",), problem, "write for example {top: 8, by: log-mean}"
         for key, owners in (("by", ("top", "bottom")), ("seed", ("random",))):
             if key in layers.model_fields_set and given and given[0] not in owners:
                 yield ("layers", key), f"{key!r} means nothing with {given[0]!r}", f"remove it, or use {owners[0]}"
         return
     if not layers:
-        yield ("layers",), "no layer is named", "write a list such as [5, 11], or {top: 8, by: mean}"
+        yield ("layers",), "no layer is named", "write a list such as [5, 11], or {top: 8, by: log-mean}"
     seen: set[int] = set()
     for index, layer in enumerate(layers):
         if layer in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -14,7 +15,19 @@ from surgery.data.tokens import Tokens, encode
 from surgery.errors import JobError, UsageError
 from surgery.hosts import adapter_for, load_model, read_config
 from surgery.inspection.gains import WRITES
-from surgery.inspection.horizon import CAP, HorizonMeter, horizon, measure_horizons, ranked, static_horizons
+from surgery.inspection.horizon import (
+    CAP,
+    PIECES,
+    HorizonMeter,
+    LayerHorizon,
+    TextMeter,
+    choices,
+    horizon,
+    measure_horizons,
+    ranked,
+    stability,
+    static_horizons,
+)
 from surgery.inspection.measure import inspect_model, inspect_static, rank_layers
 
 
@@ -59,6 +72,43 @@ def test_capped_share_is_reported():
     figures = meter.result(0)
     assert figures.capped == pytest.approx(1 / 8)
     assert figures.heads[0] == pytest.approx((CAP + horizon(torch.tensor(-0.1)).item()) / 2)
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 997])
+def test_pieces_of_a_text_and_the_whole(tokens):
+    log_decay = -torch.exp(torch.randn(1, tokens, 5))
+    meter, read = TextMeter(lambda: HorizonMeter(5), tokens), 0
+    for part in log_decay.split(130, 1):  # pieces begin and end inside of what is read at once
+        meter.add(part, read)
+        read += part.shape[1]
+    found = meter.result(2)
+    whole = HorizonMeter(5)
+    whole.add(log_decay)
+    assert found.tokens == tokens
+    for metric, figure in whole.result(2).figures.items():
+        assert found.figure(metric) == pytest.approx(figure)
+    bounds = [tokens * piece // PIECES for piece in range(PIECES + 1)]
+    alone = []
+    for first, end in itertools.pairwise(bounds):
+        if end > first:
+            alone.append(HorizonMeter(5))
+            alone[-1].add(log_decay[:, first:end])
+    assert len(found.pieces) == len(alone)
+    for piece, one in zip(found.pieces, alone, strict=True):
+        assert piece == pytest.approx(one.result(2).figures, rel=1e-12)
+
+
+def test_how_stable_a_choice_is():
+    def layer(number, mean, pieces):
+        zeros = {"median": 0.0, "p10": 0.0, "p90": 0.0, "alpha": 0.0, "capped": 0.0}
+        each = [{"mean": one, "log-mean": -one, "median": 0.0} for one in pieces]
+        return LayerHorizon(number, mean, -mean, heads=[], heads_log_mean=[], tokens=8, pieces=each, **zeros)
+
+    figures = [layer(0, 9.0, [9, 9, 1, 9]), layer(3, 5.0, [5, 5, 5, 5]), layer(7, 1.0, [1, 1, 9, 8])]
+    assert stability(figures, "mean", 2) == {0: 3, 3: 3, 7: 2}
+    assert stability(figures, "log-mean", 1) == {0: 1, 7: 3 - 1, 3: 1}
+    assert choices(figures, 1) == {"mean": [0], "log-mean": [7], "median": [0]}
+    assert stability([replace(one, pieces=None) for one in figures], "mean", 2) == {}
 
 
 @pytest.mark.parametrize("segment", [50, 4096])
