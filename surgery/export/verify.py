@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import JobError
+from surgery.errors import JobError, plain_reason
 from surgery.evaluation.finite import first_nonfinite
 
 TOKENS = 256
@@ -76,8 +76,9 @@ def reload_logits(directory: Path, ids: Tensor) -> Tensor:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
-            raise JobError(f"the exported model does not load in a fresh process, nothing was written\n  {last}")
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            reason = plain_reason(ValueError(last), 300)
+            raise JobError(f"the exported model does not load in a fresh process, nothing was written\n  {reason}")
         return load_file(result)["logits"]
 
 
