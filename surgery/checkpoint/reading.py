@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from surgery.checkpoint.companions import check_companions
 from surgery.checkpoint.configuration import checked
 from surgery.checkpoint.jsonfile import read_json, read_object
 from surgery.checkpoint.layout import CONFIG, no_model
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-SMALL_FILES = (
-    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-)  # fmt: skip
 # bytes an element, by safetensors' names
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -171,17 +169,6 @@ def raw_config(directory: Path) -> dict[str, Any]:
         raise UsageError(no_model(directory))
     check_links(directory)
     return checked(read_object(path), path)
-
-
-def check_companions(directory: Path) -> None:
-    """Check the small JSON files beside config.json, which transformers reads without a word of theirs in its errors.
-
-    Raises:
-        UsageError: naming the file that is damaged.
-    """
-    for name in SMALL_FILES:
-        if (directory / name).is_file():
-            read_object(directory / name)
 
 
 def _shards(directory: Path) -> tuple[list[str], dict[str, Any], dict[str, str]]:

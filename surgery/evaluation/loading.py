@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surgery.checkpoint.companions import check_companions
 from surgery.checkpoint.jsonfile import read_object
 from surgery.checkpoint.layout import CONFIG, RUN_FILE, no_model
-from surgery.checkpoint.reading import check_companions
 from surgery.errors import UsageError, plain_reason
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surgery.errors import JobError
+from surgery.errors import JobError, plain_reason
 from surgery.evaluation.finite import first_nonfinite
 from surgery.registration import AUTOLOAD
 
@@ -82,8 +82,9 @@ def reload_logits(directory: Path, ids: Tensor, code: bool = False) -> Tensor:
         environment |= {"HF_MODULES_CACHE": folder, AUTOLOAD: "0" if code else "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1][:300]
-            raise JobError(f"the exported model does not load in a fresh process, nothing was written\n  {last}")
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            reason = plain_reason(ValueError(last), 300)
+            raise JobError(f"the exported model does not load in a fresh process, nothing was written\n  {reason}")
         return load_file(result)["logits"]
 
 

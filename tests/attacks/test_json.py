@@ -65,6 +65,35 @@ def test_values_of_another_type(keys, edit, refused):
     refused("config.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("generation_config.json", "max_new_tokens", {}), ("generation_config.json", "temperature", "hot"),
+        ("generation_config.json", "do_sample", 3), ("generation_config.json", "eos_token_id", 0.5),
+        ("tokenizer_config.json", "eos_token", ["x"]), ("tokenizer_config.json", "bos_token", 7),
+        ("tokenizer_config.json", "model_max_length", "x"), ("tokenizer_config.json", "chat_template", 5),
+        ("tokenizer_config.json", "added_tokens_decoder", []), ("tokenizer_config.json", "tokenizer_class", ["a"]),
+        ("special_tokens_map.json", "pad_token", True), ("added_tokens.json", "<|x|>", "7"),
+        ("added_tokens.json", "<|x|>", {"b": 1}),
+    ],
+)  # fmt: skip
+def test_values_of_another_type_beside_the_configuration(name, key, value, edit, refused):
+    edit(name, **{key: value})
+    refused(name, repr(key), ways=2)
+
+
+def test_values_that_published_files_hold(edit):
+    from surgery.checkpoint.companions import check_companions
+
+    tokenizer = {
+        "add_bos_token": True, "bos_token": None, "model_max_length": 1e30, "eos_token": {"content": "<|end|>"},
+        "chat_template": [{"name": "default", "template": ""}], "additional_special_tokens": ["<|end|>"],
+    }  # fmt: skip
+    edit("generation_config.json", eos_token_id=[1, 2], temperature=1, top_p=None, max_new_tokens=5, do_sample=False)
+    edit("special_tokens_map.json", eos_token="<|end|>")
+    check_companions(edit("tokenizer_config.json", **tokenizer).parent)
+
+
 def test_a_file_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonfile, "MAX_BYTES", 1000)
     (tmp_path / "config.json").write_text(json.dumps(["x" * 1000]))
