@@ -24,6 +24,7 @@ _OPTIONS = {
   noise: restoring              # restoring: forgetting returns the covariance to its prior | constant: the paper's l^2
   retention: 1.0                # rho: the covariance decays with rho a_t^2
   noise_groups: 1               # split each head's values into groups with a covariance each
+  rotations: false              # true: decays also turn pairs of key channels, by angles that are learned
 """,
 }
 
