@@ -169,7 +169,7 @@ def _model(found: Preflight, offline: bool | None, base: Path | None) -> None:
         plan = bind(recipe, checkpoint, adapter, layers)
     if found.job.trains and recipe.phases:
         if plan is None:  # what the phases train does not hang on the options that are wrong
-            plain = recipe.memory.model_copy(update={"rank": None, "noise_groups": 1})
+            plain = recipe.memory.model_copy(update={"rank": None, "noise_groups": 1, "rotations": False})
             plan = bind(recipe.model_copy(update={"memory": plain}), checkpoint, adapter, layers)
         _selections(found, plan)
 

@@ -185,7 +185,9 @@ class LearnedCollision(Experiment):
                 line = [[one["margin"][_place(flood, overlap)] for one in results] for overlap in self.overlaps]
                 draw_curve(overlaps, self.overlaps, line, f"C{number}", f"{self.labels[rule]}, {flood} of A", style)
         floods.set_xscale("log", base=2)
-        floods.set(xlabel="writes of A (0 drawn at 1)", ylabel="B's query: right", ylim=(-0.03, 1.03))
+        floods.set_xticks([max(flood, 1) for flood in self.floods], [str(flood) for flood in self.floods])
+        floods.minorticks_off()
+        floods.set(xlabel="writes of A", ylabel="B's query: right", ylim=(-0.03, 1.03))
         floods.axvline(max(1, self.trained_flood), color="0.8", linewidth=0.8, zorder=0)
         overlaps.set(xlabel="overlap of A and B", ylabel="B's query: margin of B over A", ylim=(-1.05, 1.05))
         overlaps.axvspan(*self.trained_overlaps, color="0.95", zorder=0)

@@ -6,5 +6,6 @@ What a graft adds lives under ``memory.``. With the host's own rule plugged in, 
 from surgery.graft.base import Graft
 from surgery.graft.gated_delta import GatedDeltaGraft
 from surgery.graft.mamba2 import Mamba2Graft
+from surgery.graft.variance import read_variances
 
-__all__ = ["GatedDeltaGraft", "Graft", "Mamba2Graft"]
+__all__ = ["GatedDeltaGraft", "Graft", "Mamba2Graft", "read_variances"]

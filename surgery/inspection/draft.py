@@ -25,6 +25,7 @@ _OPTIONS = {
   noise_from: head              # head: one noise per head | token: each token's input sets it, as the paper's l_t^2
   retention: 1.0                # rho: the covariance decays with rho a_t^2
   noise_groups: 1               # split each head's values into groups with a covariance each
+  rotations: false              # true: decays also turn pairs of key channels, by angles that are learned
 """,
 }
 

@@ -136,6 +136,17 @@ class MemoryRule(nn.Module):
         """Run the rule. Returns outputs [B, T, H, V] in v's dtype and the packed state after the last token."""
         raise NotImplementedError
 
+    def read_variance(self, inputs: MemoryInputs, state: Tensor | None = None) -> Tensor:
+        """Return the variance of each read, [B, T, H, V]: how unsure the rule is of what :meth:`forward` gives for the
+        same arguments. Of padding it means nothing.
+
+        :func:`surgery.graft.read_variances` asks a whole model for it.
+
+        Raises:
+            NotImplementedError: the rule keeps no measure of its uncertainty.
+        """
+        raise NotImplementedError(f"the {self.rule} rule keeps no measure of its uncertainty")
+
     def compiles(self, device: torch.device) -> bool:
         """Whether torch.compile is to look into :meth:`forward` on ``device``: where its kernels are single operators,
         and not loops over chunks, which would take minutes to compile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,11 +14,11 @@ from surgery.errors import UsageError
 from surgery.kernels import dispatch
 
 from .base import MemoryGeometry, MemoryInputs, MemoryRule
+from .noise import affine_scan, bounded
+from .rotations import phases, turn, turn_state
 
 # the observation noise is at least this part of the largest variance, less what enters as process noise
 NOISE_FLOOR = 1e-4
-# log nu_t and log l2_t from the token stay within it of 0: both noises lie between 1e-4 and 1e4
-TOKEN_NOISE_BOUND = math.log(1e4)
 # below it a write strength changes nothing, while 1 / eta and its gradient leave float32
 SMALLEST_STRENGTH = 1e-12
 
@@ -85,6 +86,12 @@ class Bayesian(MemoryRule):
             additive host log_nu and log_l2 are 0, since they would only rescale P.
         log_lambda [L]: additive. Acts as d lambda; starts at -log K, so that lambda |k|^2 is about 1 for keys with
             entries of unit size (this project's choice).
+        rotation [G, K / 2]: rotations, the angles in radians a token, one for each pair of a key head's channels. Acts
+            as d rotation; starts at 0.
+
+    Rotations. With ``rotations`` the decays are damped rotations, A_t = a_t R, and sqrt c_t R on both sides of P, where
+    R turns each pair of key channels (2i, 2i + 1) by d times an angle of its own; the paper's Appendix D names them and
+    gives no form, so this one is the project's. See :mod:`surgery.memory.rotations`.
 
     State: the mean beside the covariance, [B, L, K, V / Gn + K]; with constant noise or noise from the token one column
     more, filled with s (its diagonal, where a host decays by channel).
@@ -94,9 +101,10 @@ class Bayesian(MemoryRule):
         noise_from: ``head``, one noise per head, or ``token``, a noise that each token's input sets.
         retention: rho in [0, 1], fixed.
         noise_groups: Gn, a divisor of V: each group of a head's value channels has its own noise and covariance.
+        rotations: whether decays rotate as well.
 
     Raises:
-        UsageError: an option's value is not of that kind.
+        UsageError: an option's value is not of that kind, or the host's keys cannot rotate.
     """
 
     rule = "bayesian"
@@ -105,6 +113,7 @@ class Bayesian(MemoryRule):
         "noise_from": "head",
         "retention": 1.0,
         "noise_groups": 1,
+        "rotations": False,
     }
     paper_defaults = {"noise": "constant"}  # noqa: RUF012
 
@@ -116,6 +125,7 @@ class Bayesian(MemoryRule):
         noise_from: Literal["head", "token"] = "head",
         retention: float = 1.0,
         noise_groups: int = 1,
+        rotations: bool = False,
     ) -> None:
         super().__init__(geometry)
         if noise not in ("restoring", "constant"):
@@ -128,13 +138,20 @@ class Bayesian(MemoryRule):
             raise UsageError(f"memory.noise_groups: {noise_groups!r} is not a whole number above 0")
         if geometry.value_dim % noise_groups:
             raise UsageError(f"memory.noise_groups: {noise_groups} does not divide the values' {geometry.value_dim}")
+        if not isinstance(rotations, bool):
+            raise UsageError(f"memory.rotations: {rotations!r} is neither true nor false")
+        if rotations and (geometry.channel_decay or geometry.key_dim % 2):
+            why = "decays each key channel on its own" if geometry.channel_decay else "has keys of an odd width"
+            raise UsageError(f"memory.rotations: true turns pairs of key channels alike; this host {why}: use false")
         self.noise = noise
         self.noise_from = noise_from
         self.retention = float(retention)
         self.noise_groups = noise_groups
+        self.rotations = rotations
         self.options = {
-            "noise": noise, "noise_from": noise_from, "retention": self.retention, "noise_groups": noise_groups
-        }
+            "noise": noise, "noise_from": noise_from, "retention": self.retention, "noise_groups": noise_groups,
+            "rotations": rotations,
+        }  # fmt: skip
         names = []
         if geometry.style == "additive":
             names.append("log_lambda")
@@ -147,6 +164,9 @@ class Bayesian(MemoryRule):
         self._names = tuple(names)
         if noise_from == "token":
             self.noise_proj = nn.Parameter(torch.empty(self._memories, geometry.hidden_size, dtype=torch.float32))
+        if rotations:
+            shape = geometry.num_key_heads, geometry.key_dim // 2
+            self.rotation = nn.Parameter(torch.empty(shape, dtype=torch.float32))
         self.reset_parameters()
 
     @property
@@ -177,26 +197,55 @@ class Bayesian(MemoryRule):
             getattr(self, name).fill_(start_value)
         if self.noise_from == "token":
             self.noise_proj.zero_()
+        if self.rotations:
+            self.rotation.zero_()
         self.dose.fill_(0.0 if start == "exact" else 1.0)
 
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        masked = inputs.masked()
+        o, state, unobserved, turned = self._run(inputs, state)
+        if turned is not None:
+            state = turn_state(state, turned, self._value_dim)
+        if unobserved is not None:
+            column = unobserved if self.geometry.channel_decay else unobserved[..., None]
+            column = column[..., None].expand(*state.shape[:-1], 1)
+            state = torch.cat((state, column.to(state.dtype)), dim=-1)
+        return o.reshape(inputs.v.shape).to(inputs.v.dtype), state
+
+    def read_variance(self, inputs: MemoryInputs, state: Tensor | None = None) -> Tensor:
+        """The variance of each read, [B, T, H, V]: q_t.P_t q_t after the token's write, the same for all channels of a
+        noise group. It is of the design model, with observation noise r2_t (on an additive host 1 / lambda) and prior
+        p0; the paper's layer does not use it. At dose 0, which remembers nothing of P, it is that of one write into I.
+        """
+        _, variance, *_ = self._run(replace(inputs, in_place=False), state, return_variance=True)
+        width = self._value_dim
+        return variance[..., None].expand(*variance.shape, width).reshape(inputs.v.shape)
+
+    def _run(self, inputs: MemoryInputs, state: Tensor | None, **options: bool) -> tuple[Tensor | None, ...]:
+        """What the kernels return for ``options``, s after the last token and how far the state has still to turn."""
+        masked, turned = self._turned(inputs.masked())
         q, k, v = masked.q, masked.k, masked.v
         dtype = torch.promote_types(v.dtype, torch.float32)
         state, unobserved = self._unpack(state, v.shape[0], dtype)
         scalars, unobserved = self._lower(masked, unobserved, dtype)
         if self.geometry.style == "additive":
             v = v * masked.write[..., None]
-        o, state = dispatch.bayesian(
+        found = dispatch.bayesian(
             q, k, v.reshape(*v.shape[:2], self._memories, self._value_dim), *scalars,
             state=state, initial_covariance=self._prior(dtype), unit_gain=not self.geometry.negative_eigenvalues,
-            in_place=inputs.in_place,
+            in_place=inputs.in_place, **options,
         )
-        if unobserved is not None:
-            column = unobserved if self.geometry.channel_decay else unobserved[..., None]
-            column = column[..., None].expand(*state.shape[:-1], 1)
-            state = torch.cat((state, column.to(state.dtype)), dim=-1)
-        return o.reshape(inputs.v.shape).to(inputs.v.dtype), state
+        return *found, unobserved, turned
+
+    def _turned(self, inputs: MemoryInputs) -> tuple[MemoryInputs, Tensor | None]:
+        """The inputs with keys and queries turned back, and how far each memory has turned after the last token,
+        [B, L, K / 2]; as they are, and None, without rotations."""
+        if not self.rotations:
+            return inputs, None
+        batch, tokens = inputs.v.shape[:2]
+        phase = phases(self.dose.double() * self.rotation.double(), tokens, inputs.mask)
+        last = phase[:, -1].expand(batch, -1, -1)
+        last = self._spread(last.repeat_interleave(self.geometry.num_heads // last.shape[1], dim=1), 1)
+        return replace(inputs, q=turn(inputs.q, -phase), k=turn(inputs.k, -phase)), last
 
     def diagnostics(self, state: Tensor, log_decay: Tensor | None = None) -> dict[str, Tensor]:
         """``covariance_condition``: the condition of the covariance predicted for the next token, by its largest and
@@ -226,7 +275,7 @@ class Bayesian(MemoryRule):
         the larger of 1 and eta |k|^2; the figure is the mean over the batch and a head's groups. ``host_gain``: the
         same at dose 0, eta |k|^2 on a delta host and 0 on an additive one, which erases nothing. Where the gain is far
         below the host's, the layer hardly learns any more."""
-        masked = inputs.span(slice(0, 1)).masked()
+        masked, _ = self._turned(inputs.span(slice(0, 1)).masked())
         dtype = torch.promote_types(masked.v.dtype, torch.float32)
         before, unobserved = self._unpack(state, masked.v.shape[0], dtype)
         scalars, _ = self._lower(masked, unobserved, dtype)
@@ -271,7 +320,7 @@ class Bayesian(MemoryRule):
             log_noise = F.linear(hidden.to(dtype), self.noise_proj.to(dtype)) / math.sqrt(self.geometry.hidden_size)
         if name in self._names:
             log_noise = log_noise + getattr(self, name).to(dtype)
-        return 1 + self.dose.to(dtype) * torch.expm1(_bounded(log_noise))
+        return 1 + self.dose.to(dtype) * torch.expm1(bounded(log_noise))
 
     def _prediction(self, g: Tensor, level: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return a, sqrt c and n, each [..., L], for log decays [..., H] and noise ``level`` [L] or [..., L]; with K as
@@ -307,7 +356,7 @@ class Bayesian(MemoryRule):
         if unobserved is None:
             variance = self._over_decays(prior).expand_as(noise)
         else:
-            variance = _affine_scan(c_sqrt.square(), noise, unobserved)
+            variance = affine_scan(c_sqrt.square(), noise, unobserved)
             unobserved = variance[:, -1]
         square = inputs.k.to(dtype).square().sum(-1)
         square = self._spread(square.repeat_interleave(self.geometry.num_heads // square.shape[-1], dim=-1))
@@ -335,7 +384,7 @@ class Bayesian(MemoryRule):
             return torch.ones(self._memories, dtype=dtype, device=self.dose.device)
         value = getattr(self, name).to(dtype)
         if self.noise_from == "token" and name != "log_p0":
-            value = _bounded(value)
+            value = bounded(value)
         return 1 + self.dose.to(dtype) * torch.expm1(value)
 
     def _prior(self, dtype: torch.dtype) -> Tensor:
@@ -356,19 +405,5 @@ class Bayesian(MemoryRule):
             yield name, getattr(self, name)
         if self.noise_from == "token":
             yield "noise_proj", self.noise_proj
-
-
-def _bounded(log_noise: Tensor) -> Tensor:
-    """Keep log noise within TOKEN_NOISE_BOUND of 0; the identity near 0, with a gradient everywhere."""
-    return log_noise * torch.rsqrt(1 + (log_noise / TOKEN_NOISE_BOUND).square())
-
-
-def _affine_scan(factor: Tensor, term: Tensor, start: Tensor) -> Tensor:
-    """s_t = factor_t s_{t-1} + term_t along dimension 1 of [B, T, ...], from s_0 = start [B, ...]; log2(T) steps."""
-    term = torch.cat((term[:, :1] + factor[:, :1] * start[:, None], term[:, 1:]), dim=1)
-    shift = 1
-    while shift < factor.shape[1]:
-        term = torch.cat((term[:, :shift], term[:, shift:] + factor[:, shift:] * term[:, :-shift]), dim=1)
-        factor = torch.cat((factor[:, :shift], factor[:, shift:] * factor[:, :-shift]), dim=1)
-        shift *= 2
-    return term
+        if self.rotations:
+            yield "rotation", self.rotation

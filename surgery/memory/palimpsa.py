@@ -103,6 +103,24 @@ class Palimpsa(MemoryRule):
         self.dose.fill_(0.0 if start == "exact" else 1.0)
 
     def forward(self, inputs: MemoryInputs, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        given = self._given(inputs)
+        if self.geometry.channel_decay:
+            return _by_channel(*given, state=state, reset=inputs.reset)
+        return dispatch.palimpsa(*given, state=state, reset=inputs.reset, in_place=inputs.in_place)
+
+    def read_variance(self, inputs: MemoryInputs, state: Tensor | None = None) -> Tensor:
+        """The variance of each read, [B, T, H, V]: sum_j q_j^2 / I_ij for value channel i, I = I0^d + E the precision
+        after the token's write. At dose 0 it is |q|^2, since nothing has been learned of the memory's certainty.
+
+        Source: the readout of the Palimpsa paper's posterior, of diagonal precision I.
+        """
+        given = self._given(inputs)
+        if self.geometry.channel_decay:
+            return _by_channel(*given, state=state, reset=inputs.reset, return_variance=True)[1]
+        return dispatch.palimpsa(*given, state=state, reset=inputs.reset, return_variance=True)[1]
+
+    def _given(self, inputs: MemoryInputs) -> tuple[Tensor, ...]:
+        """What the kernels are given: q, k, the write, b, the log decay and the prior."""
         inputs = inputs.masked()
         v, write = inputs.v, inputs.write[..., None]
         gate = self.b_proj(self.b_rank_proj(in_dtype_of(self.b_rank_proj, inputs.hidden)))
@@ -110,10 +128,7 @@ class Palimpsa(MemoryRule):
         strength = self.dose * F.softplus(self.b_scale)
         # the write strength is float32, which would make half precision values float32, and the kernels slow
         written, b = (x.to(v.dtype) for x in (v * write, gate * strength[:, None] * write))
-        given = inputs.q, inputs.k, written, b, inputs.log_decay, self._prior()
-        if self.geometry.channel_decay:
-            return _by_channel(*given, state=state, reset=inputs.reset)
-        return dispatch.palimpsa(*given, state=state, reset=inputs.reset, in_place=inputs.in_place)
+        return inputs.q, inputs.k, written, b, inputs.log_decay, self._prior()
 
     def diagnostics(self, state: Tensor) -> dict[str, Tensor]:
         """``importance_spread``: r = (I_max - I_min) / I_min over a head's elements, mean over the batch.
@@ -143,20 +158,24 @@ def _by_channel(
     *,
     state: Tensor | None,
     reset: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Palimpsa with decays [B, T, H, K]: each key channel is a head of key width 1, and their outputs add up."""
+    return_variance: bool = False,
+) -> tuple[Tensor, ...]:
+    """Palimpsa with decays [B, T, H, K]: each key channel is a head of key width 1, and their outputs add up, their
+    variances as well."""
     heads, key_dim = log_decay.shape[-2:]
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
-    total, states = 0.0, []
+    totals, states = (0.0,) * (1 + return_variance), []
     for start in range(0, key_dim, CHANNELS):
         here = slice(start, min(start + CHANNELS, key_dim))
         before = None if state is None else state[..., here]
-        run = partial(_channels, q[..., here], k[..., here], v, b, log_decay[..., here], prior, before, reset)
+        given = q[..., here], k[..., here], v, b, log_decay[..., here], prior, before, reset
+        run = partial(_channels, *given, return_variance)
         # kept for the backward pass, the channels' outputs would be K times the layer's
-        o, after = checkpoint(run, use_reentrant=False) if torch.is_grad_enabled() else run()
-        total = total + o
+        *outputs, after = checkpoint(run, use_reentrant=False) if torch.is_grad_enabled() else run()
+        totals = tuple(total + output for total, output in zip(totals, outputs, strict=True))
         states.append(after)
-    return total.to(v.dtype), torch.cat(states, dim=-1)
+    o, *variance = totals
+    return o.to(v.dtype), *variance, torch.cat(states, dim=-1)
 
 
 def _channels(
@@ -168,20 +187,22 @@ def _channels(
     prior: Tensor,
     state: Tensor | None,
     reset: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Outputs, added up in float32, and state of some channels: q, k, log_decay [B, T, H, J], state [B, 2, H, V, J]."""
+    return_variance: bool,
+) -> tuple[Tensor, ...]:
+    """Outputs (and variances), added up in float32, and state of some channels: q, k, log_decay [B, T, H, J], state
+    [B, 2, H, V, J]."""
     share = q.shape[-1]
     q, k = (x.flatten(2)[..., None] for x in (q, k))
     v, b = (x.repeat_interleave(share, dim=2) for x in (v, b))
     if state is not None:
         state = state.movedim(-1, 3).flatten(2, 3)[..., None]
     # torch's form everywhere: the Triton kernels have never run on a GPU with keys this narrow
-    o, state = dispatch.palimpsa(
+    *outputs, state = dispatch.palimpsa(
         q, k, v, b, log_decay.flatten(2), prior.repeat_interleave(share), state=state, reset=reset,
-        backend="reference" if v.shape[1] == 1 else "chunked",
+        return_variance=return_variance, backend="reference" if v.shape[1] == 1 else "chunked",
     )
-    o = o.unflatten(2, (-1, share)).sum(3, dtype=torch.promote_types(o.dtype, torch.float32))
-    return o, state[..., 0].unflatten(2, (-1, share)).movedim(3, -1)
+    outputs = [x.unflatten(2, (-1, share)).sum(3, dtype=torch.promote_types(x.dtype, torch.float32)) for x in outputs]
+    return *outputs, state[..., 0].unflatten(2, (-1, share)).movedim(3, -1)
 
 
 def _is_range(value: object) -> bool:

@@ -140,6 +140,7 @@ class Memory(Section):
     noise_from: Annotated[Literal["head", "token"], one_of("head", "token")] = "head"
     retention: Unit = 1.0
     noise_groups: Count = 1
+    rotations: Switch = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class Memory(Section):
 # which rule each option belongs to
 OPTIONS_OF: dict[str, tuple[str, ...]] = {
     "palimpsa": ("rank", "b_scale", "learn_prior"),
-    "bayesian": ("noise", "noise_from", "retention", "noise_groups"),
+    "bayesian": ("noise", "noise_from", "retention", "noise_groups", "rotations"),
     "host": (),
 }
 

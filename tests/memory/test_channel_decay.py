@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from surgery.memory import MemoryGeometry, create
-from surgery.memory.bayesian import NOISE_FLOOR, TOKEN_NOISE_BOUND
+from surgery.memory.bayesian import NOISE_FLOOR
+from surgery.memory.noise import TOKEN_NOISE_BOUND
 from surgery.memory.palimpsa import CHANNELS
 
 RULES = [("host", {}), ("palimpsa", {"rank": 4}), ("bayesian", {}), ("bayesian", {"noise": "constant"})]

@@ -28,6 +28,11 @@ CASES = {
     "bayesian-delta-token": ("bayesian", "delta", {"noise_from": "token"}, {}),
     "bayesian-delta-token-constant": ("bayesian", "delta", {"noise_from": "token", "noise": "constant"}, {}),
     "bayesian-delta-token-negative": ("bayesian", "delta", {"noise_from": "token"}, {"negative_eigenvalues": True}),
+    "bayesian-delta-rotations": ("bayesian", "delta", {"rotations": True, "noise_groups": 3}, {}),
+    "bayesian-delta-rotations-token": (
+        "bayesian", "delta", {"rotations": True, "noise": "constant", "noise_from": "token"}, {}
+    ),
+    "bayesian-additive-rotations": ("bayesian", "additive", {"rotations": True, "noise_groups": 2}, {}),
     "bayesian-delta-forgetful": ("bayesian", "delta", {"noise": "constant", "retention": 0.0}, {}),
 }
 
@@ -238,6 +243,7 @@ def test_starts(memory):
         ("bayesian", {"retention": True}, "from 0 to 1"),
         ("bayesian", {"noise_groups": 0}, "above 0"),
         ("bayesian", {"noise_groups": 4}, "divide"),
+        ("bayesian", {"rotations": "yes"}, "true nor false"),
         ("palimpsa", {"rank": 0}, "above 0"),
         ("palimpsa", {"rank": 2.5}, "above 0"),
         ("palimpsa", {"b_scale": [1.0, 0.1]}, "in order"),
