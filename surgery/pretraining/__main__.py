@@ -83,7 +83,9 @@ def run_training(options: argparse.Namespace) -> None:
                      start=start, compiled=False if options.no_compile else None)
         )  # fmt: skip
     say(f"{len(trainings)} trainings are ready after {time.monotonic() - started:.0f} s")
-    finished = run(trainings, until=started + 60 * options.minutes if options.minutes else None)
+    finished = run(
+        trainings, until=started + 60 * options.minutes if options.minutes else None, fit=bool(options.fit)
+    )
     for training in trainings:
         training.release()
         output = options.output / training.name if len(options.base) > 1 else options.output
@@ -205,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     training.add_argument("--checkpoint", type=Path, help="a file to continue from and to renew; of several a folder")
     training.add_argument("--start", type=Path, help="an --output to continue from where no checkpoint is")
     training.add_argument("--minutes", type=float, help="stop after so long, leaving checkpoint and model as they are")
+    training.add_argument("--fit", action="store_true", help="with --minutes, shorten the training to end in time")
     training.add_argument("--measure", action="store_true", help="measure on --text although time was up")
     training.add_argument("--no-compile", action="store_true", help="on a GPU, run the blocks as they are written")
     training.add_argument("--text", help="a text to measure the exported model on")

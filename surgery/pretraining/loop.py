@@ -259,6 +259,15 @@ class Training:
             if self.done % self.settings.log_every == 0 or self.finished or self.done == 1:
                 self._log()
 
+    def shorten(self, steps: int) -> None:
+        """End after ``steps`` steps in all, if that is earlier, and have the learning rate's schedule end there; one step
+        at least is still done."""
+        if steps < self.steps:
+            self.steps = max(steps, self.done + 1)
+            factors = [rate(step, self.steps) for step in range(self.done, self.steps)]
+            with self._on_stream():
+                self.factors[self.done : self.steps] = torch.tensor(factors, device=self.device)
+
     def _record(self) -> None:
         started = time.monotonic()
         try:
@@ -290,10 +299,14 @@ class Training:
         self.mark, self.marked = time.monotonic(), self.done
         self.sums.zero_()
 
-    def save(self) -> None:
-        """Renew the checkpoint: all that continuing needs to the bit."""
+    def wait(self) -> None:
+        """Return when the device has done what was queued."""
         if self.cuda:
             self.stream.synchronize()
+
+    def save(self) -> None:
+        """Renew the checkpoint: all that continuing needs to the bit."""
+        self.wait()
         state = {
             "model": self.model.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
@@ -308,8 +321,7 @@ class Training:
 
     def release(self) -> None:
         """Wait for the device, and give up the recording and its memory."""
-        if self.cuda:
-            self.stream.synchronize()
+        self.wait()
         self.graph = None
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)

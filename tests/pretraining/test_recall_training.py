@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from surgery.graft import compiling
 from surgery.hosts import load_model
 from surgery.pretraining import __main__ as command
 from surgery.pretraining import bases
+from surgery.pretraining import train as training_run
 from surgery.pretraining.bases import base_names, create, grafted_config, horizons_of, initialise, parts_of
 from surgery.pretraining.curriculum import tokens_and_kinds
 from surgery.pretraining.drawing import ANSWER, RANDOM, TEXT
 from surgery.pretraining.export import export_base, round_to_stored
 from surgery.pretraining.list_recall import Cell, list_recall
 from surgery.pretraining.loop import Settings, Training, device_data
-from surgery.pretraining.optimisation import optimisers, set_rate
+from surgery.pretraining.optimisation import optimisers, rate, set_rate
 from surgery.pretraining.rows import Plan, read_rows, write_rows
 from surgery.pretraining.stream import StreamModel
 from surgery.pretraining.train import run, train
@@ -166,6 +168,26 @@ def test_trainings_at_once_are_those_one_by_one_and_stopped_ones_go_on(small_bas
     assert run(again)
     for training, weights in zip(again, expected, strict=True):
         assert all(torch.equal(x, weights[key]) for key, x in training.model.state_dict().items())
+
+
+def test_trainings_are_shortened_to_the_time_there_is(small_bases, stream, monkeypatch):
+    data = device_data(read_rows(stream)[0], 2, "cpu")
+    first, second = (Training(name, data, SETTINGS, "cpu", documents=True) for name in ("recall-gdn", "recall-mamba2"))
+    clock = iter(range(1000))
+    monkeypatch.setattr(training_run, "PACED", (1, 3))
+    monkeypatch.setattr(training_run, "MARGIN", 1.0)
+    # a second for each look at the clock: two rounds from 0 to 3, each of which looks once
+    monkeypatch.setattr(training_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert run([first, second], until=9.0, fit=True)
+    assert first.done == second.done == 2 + int(2 / 3 * (9 - 4)) < PLAN.steps
+    assert first.factors[3].item() == pytest.approx(rate(3, first.steps))
+    assert first.report()["steps"] == first.done
+
+    other = Training("recall-gdn", data, SETTINGS, "cpu", documents=True)
+    other.shorten(100)
+    assert other.steps == PLAN.steps
+    other.shorten(0)
+    assert other.steps == 1
 
 
 def test_a_training_that_fails_leaves_the_others_to_go_on(small_bases, stream, capsys):
