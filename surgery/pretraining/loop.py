@@ -260,8 +260,8 @@ class Training:
                 self._log()
 
     def shorten(self, steps: int) -> None:
-        """End after ``steps`` steps in all, if that is earlier, but not before the next one; the learning rate's schedule
-        ends there too."""
+        """End after ``steps`` steps in all, if that is earlier, but not before the next one. The learning rate's
+        schedule ends there too."""
         if steps < self.steps:
             self.steps = max(steps, self.done + 1)
             factors = [rate(step, self.steps) for step in range(self.done, self.steps)]
