@@ -252,6 +252,19 @@ def test_what_is_stored_is_what_was_measured(small_bases, tokenizer_path, tmp_pa
         assert torch.equal(load_model(tmp_path, dtype=torch.float32)(ids, use_cache=False).logits, expected)
 
 
+def test_memories_take_options_that_they_have(small_bases, stream):
+    data = device_data(read_rows(stream)[0], 2, "cpu")
+    options = command.memory_options(["noise=constant", "rank=3"], ["recall-gdn-bayesian", "recall-gdn-palimpsa"])
+    for name, expected in (("bayesian", {"noise": "constant"}), ("palimpsa", {"rank": 3})):
+        training = Training(f"recall-gdn-{name}", data, SETTINGS, "cpu", documents=True, memory=options)
+        assert expected.items() <= training.report()["memory"].items() and "dose" not in training.report()["memory"]
+        training.advance()
+    with pytest.raises(UsageError, match="cannot be read"):
+        command.memory_options(["noise=["], ["recall-gdn-bayesian"])
+    with pytest.raises(UsageError, match="neither restoring nor constant"):
+        Training("recall-gdn-bayesian", data, SETTINGS, "cpu", documents=True, memory={"noise": "loud"})
+
+
 def test_a_swapped_memory_needs_documents(small_bases):
     with pytest.raises(UsageError, match="rows of documents"):
         Training("recall-gdn-bayesian", device_data(np.ones(999, np.uint16), 2, "cpu"), SETTINGS, "cpu")
@@ -302,6 +315,9 @@ def test_the_command_trains_two_bases_measures_them_and_goes_on(
         assert set(measured["bars"]) == {"bits_per_byte", "8 pairs within 512", "limited within 2048"}
         assert {item["pairs"] for item in measured["lists"]} == {4, 8}
         load_model(tmp_path / "out" / name)
+    with pytest.raises(SystemExit):
+        command.main([*given, "--memory", "rank=3"])
+    assert "--memory rank=3: write key=value, key one of noise, noise_from" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([*given, "--context", "32"])
     assert "--context 32: rows.npy was written for 64" in capsys.readouterr().err
