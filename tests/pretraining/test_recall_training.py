@@ -113,7 +113,8 @@ def test_every_parameter_learns(small_bases, stream, name):
     start = dict(small(name)[0].named_parameters())
     model, report = train(name, read_rows(stream)[0], SETTINGS, "cpu")
     assert [key for key, parameter in model.named_parameters() if torch.equal(parameter, start[key])] == []
-    assert set(report["history"][-1]) == {"step", "loss", "tokens_per_second", "text", "random", "answer"}
+    told = set().union(*report["history"])  # the last steps of so few may hold no recall document
+    assert told == {"step", "loss", "tokens_per_second", "text", "random", "answer"}
     assert report["steps"] == PLAN.steps and report["tokens"] == PLAN.tokens
 
 
