@@ -73,17 +73,20 @@ def run_training(options: argparse.Namespace) -> None:
     chosen = {name: value for name in Settings.__dataclass_fields__ if (value := getattr(options, name)) is not None}
     stream, settings = open_stream(options.stream, chosen)
     data = device_data(stream, settings.batch, options.device)
+    memory = memory_options(options.memory, options.base)
     trainings = []
     for name in options.base:
         checkpoint, start = options.checkpoint, options.start
         if len(options.base) > 1:
             checkpoint, start = checkpoint and checkpoint / f"{name}.pt", start and start / name
         trainings.append(
-            Training(name, data, settings, options.device, documents=stream.ndim == 2, checkpoint=checkpoint,
-                     start=start, compiled=False if options.no_compile else None)
+            Training(name, data, settings, options.device, documents=stream.ndim == 2, memory=memory,
+                     checkpoint=checkpoint, start=start, compiled=False if options.no_compile else None)
         )  # fmt: skip
     say(f"{len(trainings)} trainings are ready after {time.monotonic() - started:.0f} s")
-    finished = run(trainings, until=started + 60 * options.minutes if options.minutes else None)
+    finished = run(
+        trainings, until=started + 60 * options.minutes if options.minutes else None, fit=bool(options.fit)
+    )
     for training in trainings:
         training.release()
         output = options.output / training.name if len(options.base) > 1 else options.output
@@ -94,6 +97,32 @@ def run_training(options: argparse.Namespace) -> None:
     say(f"all done after {time.monotonic() - started:.0f} s")
     if failed := [f"{training.name}: {training.failed}" for training in trainings if training.failed]:
         raise JobError("; ".join(failed))
+
+
+def memory_options(given: Sequence[str], names: Sequence[str]) -> dict:
+    """``key=value`` of the command line as options of the memories in the bases ``names``.
+
+    Raises:
+        UsageError: another form, or an option that none of the memories has.
+    """
+    import yaml
+
+    from surgery.errors import UsageError
+    from surgery.memory import RULES
+    from surgery.pretraining.bases import parts_of
+
+    known = sorted({option for name in names if (rule := parts_of(name)[1]) for option in RULES[rule].defaults})
+    found = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or key not in known:
+            keys = ", ".join(known) or "none for these bases"
+            raise UsageError(f"--memory {text}: write key=value, key one of {keys}")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UsageError(f"--memory {text}: the value cannot be read; write it as in a recipe") from None
+    return found
 
 
 def open_stream(path: Path, chosen: dict):
@@ -204,7 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     training.add_argument("--device", default="cuda")
     training.add_argument("--checkpoint", type=Path, help="a file to continue from and to renew; of several a folder")
     training.add_argument("--start", type=Path, help="an --output to continue from where no checkpoint is")
+    training.add_argument("--memory", nargs="+", default=[], metavar="KEY=VALUE", help="options of swapped memories")
     training.add_argument("--minutes", type=float, help="stop after so long, leaving checkpoint and model as they are")
+    training.add_argument("--fit", action="store_true", help="with --minutes, shorten the training to end in time")
     training.add_argument("--measure", action="store_true", help="measure on --text although time was up")
     training.add_argument("--no-compile", action="store_true", help="on a GPU, run the blocks as they are written")
     training.add_argument("--text", help="a text to measure the exported model on")

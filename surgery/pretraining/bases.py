@@ -15,11 +15,13 @@ forgetting horizons N = 1/(1 - alpha) spread around a centre of its own.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from surgery.errors import UsageError
+from surgery.memory import RULES as RULE_CLASSES
 from surgery.memory import draw_memory
 from surgery.pretraining.tokenizer import VOCABULARY
 
@@ -140,15 +142,25 @@ def horizons_of(name: str) -> tuple[float, ...]:
     return HORIZONS[parts_of(name)[0]]
 
 
-def grafted_config(config: dict[str, Any], rule: str | None) -> dict[str, Any]:
-    """A host's configuration with ``rule`` in every layer, or as it is without one."""
+def grafted_config(
+    config: dict[str, Any], rule: str | None, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A host's configuration with ``rule`` in every layer, or as it is without one.
+
+    Args:
+        options: of the rule, as a recipe's ``memory`` has them; those that it does not have are left out.
+
+    Raises:
+        UsageError: a value that an option does not take.
+    """
     if rule is None:
         return config
+    chosen = {name: value for name, value in (options or {}).items() if name in RULE_CLASSES[rule].defaults}
     from surgery.hosts import adapter_for
 
     adapter = adapter_for(config)
     with torch.device("meta"):
-        options = draw_memory(rule, adapter.geometry(config, 0), {}, "exact", 0, 0).options
+        options = draw_memory(rule, adapter.geometry(config, 0), chosen, "exact", 0, 0).options
     swap = {"schema": 1, "rule": rule, "layers": list(range(config["num_hidden_layers"])), "options": options}
     return adapter.surgery_config(config, swap)
 

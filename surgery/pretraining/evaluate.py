@@ -108,7 +108,7 @@ def evaluate_recall(
 
     Args:
         tokenizer: transformers' form of the tokenizer. plain: its ``tokenizers.Tokenizer``.
-        documents: of each cell of :func:`surgery.pretraining.list_recall.list_recall`.
+        documents: of each cell of :func:`surgery.pretraining.list_recall.list_recall`. cells: one of 8 pairs is needed.
         limit: tokens of the text for bits a byte; all by default.
     """
     started = time.monotonic()

@@ -1,8 +1,8 @@
 """Exact recall of lists: keys with values in the context, then the keys again, each value to be continued.
 
 Read in one forward pass over each document, which holds the right answers: a value counts if every one of its tokens
-is the most probable one. Two forms: ``trained`` has the layouts and words of the training documents, newly drawn;
-``new`` has keys and layouts that no training document of a recall base has.
+is the most probable one. Two forms: ``trained`` has the layouts of the training documents, with words of the text that
+is given; ``new`` has keys and layouts that no training document of a recall base has.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ QUESTIONS = (
     "ask: {key}\ntold: {value}\n", "{key} .. {value}, ",
 )  # fmt: skip
 REWRITES = ("Changed since:\n", "now\n", "", "* * *\n", "Later it was otherwise. ")
-PAIR_TOKENS = 13  # of a pair and its question, about: no more pairs are drawn than there is room for
+PAIR_TOKENS = (8, 13)  # of a short pair with its question, and of most: no more are drawn than there is room for
 
 
 def most_pairs(progress: float) -> int:
@@ -49,7 +49,7 @@ def list_document(rng: random.Random, words: Words, haystack: str, progress: flo
     opening, line, closing = rng.choice(LAYOUTS)
     question = rng.choice(QUESTIONS) or line
     key_style, value_style = draw_styles(rng, progress)
-    most = max(2, min(most_pairs(progress), room // PAIR_TOKENS))
+    most = max(2, min(most_pairs(progress), room // rng.choice(PAIR_TOKENS)))
     count = round(2 * (most / 2) ** rng.random())
     values = {key: draw_value(rng, words, value_style) for key in distinct(rng, words, key_style, count)}
     document.add(opening)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Training:
         name: the base. data: as :func:`device_data` gives it. documents: the data are rows of documents with kinds
             (:mod:`surgery.pretraining.rows`), not a plain stream.
         config, horizons: in place of the base's own, for tests.
+        memory: options of a swapped memory's rule; those that it does not have are left out.
         checkpoint: a file from which training continues if it exists, and which :meth:`save` renews.
         start: where there is no checkpoint yet, an exported base to continue from, with its training.json.
         compiled: None for what suits the device.
@@ -106,6 +108,7 @@ class Training:
         documents: bool = False,
         config: dict[str, Any] | None = None,
         horizons: tuple[float, ...] | None = None,
+        memory: Mapping[str, Any] | None = None,
         checkpoint: Path | None = None,
         start: Path | None = None,
         compiled: bool | None = None,
@@ -121,7 +124,7 @@ class Training:
         self.cuda = device.startswith("cuda")
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         self.checkpoint = checkpoint
-        self.config = grafted_config(config or base_config(name), rule)
+        self.config = grafted_config(config or base_config(name), rule, memory)
         torch.manual_seed(settings.seed)
         torch.set_float32_matmul_precision("high")
         model = create(self.config, settings.dose, settings.seed)
@@ -259,6 +262,15 @@ class Training:
             if self.done % self.settings.log_every == 0 or self.finished or self.done == 1:
                 self._log()
 
+    def shorten(self, steps: int) -> None:
+        """End after ``steps`` steps in all, if that is earlier, but not before the next one. The learning rate's
+        schedule ends there too."""
+        if steps < self.steps:
+            self.steps = max(steps, self.done + 1)
+            factors = [rate(step, self.steps) for step in range(self.done, self.steps)]
+            with self._on_stream():
+                self.factors[self.done : self.steps] = torch.tensor(factors, device=self.device)
+
     def _record(self) -> None:
         started = time.monotonic()
         try:
@@ -290,10 +302,14 @@ class Training:
         self.mark, self.marked = time.monotonic(), self.done
         self.sums.zero_()
 
-    def save(self) -> None:
-        """Renew the checkpoint: all that continuing needs to the bit."""
+    def wait(self) -> None:
+        """Return when the device has done what was queued."""
         if self.cuda:
             self.stream.synchronize()
+
+    def save(self) -> None:
+        """Renew the checkpoint: all that continuing needs to the bit."""
+        self.wait()
         state = {
             "model": self.model.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
@@ -308,8 +324,7 @@ class Training:
 
     def release(self) -> None:
         """Wait for the device, and give up the recording and its memory."""
-        if self.cuda:
-            self.stream.synchronize()
+        self.wait()
         self.graph = None
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
@@ -320,6 +335,8 @@ class Training:
         tokens = self.done * self.settings.batch * self.settings.context
         about = {"base": self.name, "settings": asdict(self.settings), "steps": self.done, "tokens": tokens}
         name = torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
+        if "surgery" in self.config:
+            about["memory"] = self.config["surgery"]["options"]
         if self.failed:
             about["failed"] = self.failed
         return {**about, "torch": str(torch.__version__), "device": name, "history": self.history}

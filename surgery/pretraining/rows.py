@@ -7,6 +7,7 @@ begins with END_OF_TEXT, where memories start anew.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -79,7 +80,7 @@ class Segments:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         count = (len(self.tokens) - self.size) // self.size
-        for passed in range(10**6):
+        for passed in itertools.count():
             rng = np.random.default_rng((self.plan.seed, passed))
             offset = int(rng.integers(self.size))  # segments are cut elsewhere in each pass
             for index in rng.permutation(count)[self.row :: self.plan.batch]:

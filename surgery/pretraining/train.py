@@ -17,12 +17,19 @@ from surgery.pretraining.report import say
 __all__ = ["Settings", "Training", "run", "train"]
 
 
-def run(trainings: Sequence[Training], *, checkpoint_every: int = 500, until: float | None = None) -> bool:
+PACED = 20, 120  # steps between which the pace is measured, after those that compile and record
+MARGIN = 0.97  # of the steps that there is time for
+
+
+def run(
+    trainings: Sequence[Training], *, checkpoint_every: int = 500, until: float | None = None, fit: bool = False
+) -> bool:
     """Take the trainings forward step by step in turn until all are finished.
 
     Args:
         checkpoint_every: steps after which those that have a checkpoint renew it.
         until: a time of ``time.monotonic`` at which to stop, after a last checkpoint.
+        fit: shorten all trainings alike so that they are finished by then, as the pace of the first steps tells.
 
     Returns:
         Whether all are finished.
@@ -35,7 +42,19 @@ def run(trainings: Sequence[Training], *, checkpoint_every: int = 500, until: fl
     def left() -> list[Training]:
         return [training for training in trainings if not (training.finished or training.failed)]
 
+    rounds, paced = 0, 0.0
     while going := left():
+        rounds += 1
+        if fit and until is not None and rounds in PACED:
+            for training in going:
+                training.wait()
+            if rounds == PACED[1]:
+                pace = (PACED[1] - PACED[0]) / (time.monotonic() - paced)
+                possible = int(MARGIN * pace * (until - time.monotonic()))
+                say(f"{pace:.2f} rounds a second: time for {possible} more")
+                for training in going:
+                    training.shorten(training.done + possible)
+            paced = time.monotonic()
         for training in going:
             try:
                 training.advance()
