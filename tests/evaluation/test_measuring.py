@@ -99,6 +99,17 @@ def test_part_of_an_answer_counts_in_part(text, tokenizer):
     assert five["scores"]["chosen"]["chance"] == 0.5 and not four["depths"]
 
 
+def test_what_is_written_after_the_end_is_no_answer(text, make_tokenizer):
+    tokenizer = make_tokenizer(300)
+    asked = plan("multiquery", [1400], 2)
+    sequences = list(known(text, tokenizer, asked, lambda document: document.answers))
+    full = measure_tasks(Oracle(300, sequences), tokenizer, asked, text)["cells"][0]["scores"]["written"]
+    # ", " of the answer's list is the token that ends a text
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokenizer.encode(",")[0])
+    cut = measure_tasks(Oracle(300, sequences), tokenizer, asked, text)["cells"][0]["scores"]["written"]
+    assert full["mean"] == 1 and cut["mean"] == 0.25
+
+
 def test_who_keeps_the_first_value_fails_where_it_was_given_again(text, tokenizer):
     """An oracle that was taught each document with the updated keys' first values."""
     asked = plan("list_update", [None], 12, pairs=(6,))

@@ -218,7 +218,10 @@ def _score_prompts(model: nn.Module, tokenizer: Any, cell: Cell, scores: Sequenc
         if "written" in scores:
             answers = greedy(state, max(document.room for document in documents)).tolist()
             for index, document, ids in zip(batch, documents, answers, strict=True):
-                text = tokenizer.decode(ids[: document.room], skip_special_tokens=True)
+                ids = ids[: document.room]
+                if tokenizer.eos_token_id in ids:  # what a model writes after its end is no answer
+                    ids = ids[: ids.index(tokenizer.eos_token_id)]
+                text = tokenizer.decode(ids, skip_special_tokens=True)
                 written[index] = share_found(text, document.answers)
     if "written" in scores:
         cell.scores["written"] = written
