@@ -40,7 +40,7 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            "--tasks", metavar="NAME,...|all|none", help="list_recall, list_update, single_1 and so on: see below."
+            "--tasks", metavar="NAME,...|all|none", help="list_recall, list_update, single_1 and so on: see above."
         ),
     ] = "none",
     lengths: Annotated[

@@ -176,23 +176,17 @@ def teacher_forced(
         Of every answer: whether all its tokens are the most probable ones, and its log-probability in nats.
     """
     device = device_of(model)
-    reader = Reader(model)
     longest = max(map(len, documents))
     ids = torch.tensor([[*document, *[0] * (longest - len(document))] for document in documents], device=device)
     places = [
         (row, token) for row, spans in enumerate(answers) for start, stop in spans for token in range(start, stop)
     ]
     row, token = torch.tensor(places, device=device).T
-    outputs = reader.read(ids, carry=False)[row, token - 1]
-    targets = ids[row, token]
     hits, logs = [], []
-    for start in range(0, len(places), HEAD_TOKENS):
-        part = outputs[start : start + HEAD_TOKENS]
-        if reader.head is not None:
-            part = reader.head(in_dtype_of(reader.head, part))
-        wanted = targets[start : start + HEAD_TOKENS]
-        hits.append(part.argmax(-1) == wanted)
-        logs.append(part.float().log_softmax(-1).gather(1, wanted[:, None])[:, 0])
+    wanted = ids[row, token].split(HEAD_TOKENS)
+    for logits, part in zip(_logits_at(model, ids, row, token - 1), wanted, strict=True):
+        hits.append(logits.argmax(-1) == part)
+        logs.append(logits.float().log_softmax(-1).gather(1, part[:, None])[:, 0])
     hit, log = torch.cat(hits).tolist(), torch.cat(logs).tolist()
     right: list[list[bool]] = []
     nats: list[list[float]] = []
@@ -205,6 +199,28 @@ def teacher_forced(
             nats[-1].append(sum(log[at : at + stop - start]))
             at += stop - start
     return right, nats
+
+
+def _logits_at(model: nn.Module, ids: Tensor, row: Tensor, token: Tensor) -> Iterator[Tensor]:
+    """Yield the logits after the tokens ``ids[row, token]`` of whole documents, :data:`HEAD_TOKENS` of them at a time.
+
+    ``row`` ascends. Where logits are more than the head's product with the hidden state, the model makes those of one
+    document at a time, at the places asked for alone if it can.
+    """
+    reader = Reader(model)
+    if reader.head is not None:
+        hidden = reader.read(ids, carry=False)[row, token]
+        for part in hidden.split(HEAD_TOKENS):
+            yield reader.head(in_dtype_of(reader.head, part))
+        return
+    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+    found = []
+    for index in row.unique().tolist():
+        places = token[row == index]
+        keep = {"logits_to_keep": places} if keeps else {}
+        logits = model(ids[index : index + 1], use_cache=False, **keep).logits[0]
+        found.append(logits if keeps else logits[places])
+    yield from torch.cat(found).split(HEAD_TOKENS)
 
 
 def check_finite(values: Tensor, model: nn.Module, tokens: Sequence[int], what: str) -> None:

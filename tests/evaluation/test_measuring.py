@@ -99,6 +99,17 @@ def test_part_of_an_answer_counts_in_part(text, tokenizer):
     assert five["scores"]["chosen"]["chance"] == 0.5 and not four["depths"]
 
 
+def test_what_is_written_after_the_end_is_no_answer(text, make_tokenizer):
+    tokenizer = make_tokenizer(300)
+    asked = plan("multiquery", [1400], 2)
+    sequences = list(known(text, tokenizer, asked, lambda document: document.answers))
+    full = measure_tasks(Oracle(300, sequences), tokenizer, asked, text)["cells"][0]["scores"]["written"]
+    # ", " of the answer's list is the token that ends a text
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokenizer.encode(",")[0])
+    cut = measure_tasks(Oracle(300, sequences), tokenizer, asked, text)["cells"][0]["scores"]["written"]
+    assert full["mean"] == 1 and cut["mean"] == 0.25
+
+
 def test_who_keeps_the_first_value_fails_where_it_was_given_again(text, tokenizer):
     """An oracle that was taught each document with the updated keys' first values."""
     asked = plan("list_update", [None], 12, pairs=(6,))
@@ -111,7 +122,7 @@ def test_who_keeps_the_first_value_fails_where_it_was_given_again(text, tokenize
             value = tokenizer.decode(tokens[one.start : one.stop])
             before = tokenizer.decode(tokens[: one.start]).splitlines()[-1]
             first = next(line for line in lines.splitlines() if line.startswith(before))
-            old = texts.text.encode(" " + first.removeprefix(before).strip(" ."))
+            old = texts.text.encode(" " + first.removeprefix(before).strip(" .|"))
             assert (old != tokens[one.start : one.stop]) == one.updated and value.strip()
             sequences += [tokens[: one.start] + old[: at + 1] for at in range(len(old))]
             for at in range(len(old)):  # teacher-forced, it reads the right tokens and still expects the old ones
@@ -139,11 +150,15 @@ def test_what_does_not_fit_is_left_out_and_told(text, tokenizer, make_model):
         ("single_2", 300, None),
         ("single_2", 700, None),
     ]
-    assert [(cell["length"], cell["pairs"]) for cell in found["left_out"]] == [(300, 20), (700, 20)]
+    left = [(cell["task"], cell["length"], cell["pairs"]) for cell in found["left_out"]]
+    assert left == [("list_recall", 300, 20), ("list_recall", 700, 20)]
     assert "20 pairs and their questions take" in found["left_out"][0]["reason"]
+    alone = measure_tasks(make_model(), tokenizer, plan("list_recall,single_2", [None], 2, pairs=(4,)), text)
+    assert [cell["task"] for cell in alone["cells"]] == ["list_recall"]
+    assert alone["left_out"][0]["reason"] == "single_2 has no length of its own: it needs one in tokens"
     with pytest.raises(UsageError, match=r"list_recall at 90 tokens.*\n.*greater lengths or fewer pairs"):
         measure_tasks(make_model(), tokenizer, plan("list_recall", [90]), text)
-    with pytest.raises(UsageError, match="single_1 needs a length in tokens"):
+    with pytest.raises(UsageError, match="single_1 has no length of its own"):
         measure_tasks(make_model(), tokenizer, plan("single_1", [None]), text)
 
 

@@ -69,7 +69,11 @@ def test_candidates_then_an_answer_from_padded_prompts(model, fresh_seed, monkey
             assert torch.allclose(chosen, logs.max(-1).values, atol=2e-3)  # or as good as the best
 
 
-def test_teacher_forcing_is_one_forward_pass_of_each_document(model, fresh_seed):
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_teacher_forcing_is_one_forward_pass_of_each_document(model, plain_head, fresh_seed, monkeypatch):
+    if not plain_head:  # as where a configuration scales the logits: the model itself has to make them
+        model.config.logits_scaling = 2.0
+    monkeypatch.setattr("surgery.evaluation.scoring.HEAD_TOKENS", 4)
     rng = random.Random(fresh_seed)
     documents = draw(rng, 20, 14)
     for document in documents:  # an answer of two tokens that the model would write itself

@@ -156,7 +156,7 @@ def test_every_key_of_a_list_is_asked_again(name, length, pairs, texts, fresh_se
     assert document.tokens == (length or len(document.whole)) and len(document.asked) == pairs
     assert document.prompt == list(document.whole[: document.asked[0].start])
     text = decode(document.whole, skip_special_tokens=True)
-    lines = [line for line in text.splitlines() if re.search(r"[a-z]+-[a-z]+.* \d\d\d\.?$", line)]
+    lines = [line for line in text.splitlines() if re.search(r"[a-z]+-[a-z]+.* \d\d\d( \||\.)?$", line)]
     entries = [(re.search(r"[a-z]+-[a-z]+", line)[0], re.search(r"\d\d\d", line)[0]) for line in lines]
     told, again = entries[:-pairs], entries[-pairs:]
     updated = round(pairs / 3) if name == "list_update" else 0

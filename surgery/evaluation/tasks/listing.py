@@ -26,7 +26,7 @@ CANDIDATES = 16  # values of the list, at most, among which the right one has to
 LAYOUTS = (  # what stands before a value and a space, and after it
     ("{key}:", "\n"),
     ("{key} =", "\n"),
-    ("{key} ->", "\n"),
+    ("| {key} |", " |\n"),
     ("The number of {key} is", ".\n"),
 )
 MOST_PAIRS = 512  # with a third updated, about 700 different numbers of three digits are needed

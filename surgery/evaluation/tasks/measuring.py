@@ -56,7 +56,7 @@ class TaskPlan:
             for task in self.tasks
             for length in self.lengths
             for pairs in (self.pairs if task.listing else [None])
-            if length is not None or task.listing
+            if length is not None or task.listing or not any(self.lengths)
         ]
 
 
@@ -145,8 +145,10 @@ def build_cell(texts: Texts, plan: TaskPlan, task: Task, length: int | None, pai
     """Make the documents of one cell; they depend on the seed, the cell and their number only.
 
     Raises:
-        TooLong: one does not fit the length. UsageError: the text is too short.
+        TooLong: one does not fit the length, or has to be given one. UsageError: the text is too short.
     """
+    if length is None and not task.listing:
+        raise TooLong(f"{task.name} has no length of its own: it needs one in tokens")
     made: list[Document] = []
     for index in range(plan.samples):
         rng = random.Random(f"{plan.seed}/{task.name}/{length}/{pairs}/{index}")
@@ -161,7 +163,7 @@ def build_cells(texts: Texts, plan: TaskPlan) -> tuple[list[Cell], list[dict[str
         The cells, and those that do not fit their length, each with the reason.
 
     Raises:
-        UsageError: nothing of a task fits, or the text is too short.
+        UsageError: nothing fits at all, or the text is too short.
     """
     cells: list[Cell] = []
     left_out: list[dict[str, Any]] = []
@@ -170,11 +172,9 @@ def build_cells(texts: Texts, plan: TaskPlan) -> tuple[list[Cell], list[dict[str
             cells.append(build_cell(texts, plan, task, length, pairs))
         except TooLong as error:
             left_out.append({"task": task.name, "length": length, "pairs": pairs, "reason": str(error)})
-    for task in plan.tasks:
-        if not any(cell.task is task for cell in cells):
-            reasons = [cell["reason"] for cell in left_out if cell["task"] == task.name]
-            reason = reasons[-1] if reasons else f"{task.name} needs a length in tokens"
-            raise UsageError(f"{reason}\n  ask for greater lengths{' or fewer pairs' if task.listing else ''}")
+    if not cells:
+        lists = any(task.listing for task in plan.tasks)
+        raise UsageError(f"{left_out[-1]['reason']}\n  ask for greater lengths{' or fewer pairs' if lists else ''}")
     return cells, left_out
 
 
@@ -218,7 +218,10 @@ def _score_prompts(model: nn.Module, tokenizer: Any, cell: Cell, scores: Sequenc
         if "written" in scores:
             answers = greedy(state, max(document.room for document in documents)).tolist()
             for index, document, ids in zip(batch, documents, answers, strict=True):
-                text = tokenizer.decode(ids[: document.room], skip_special_tokens=True)
+                ids = ids[: document.room]
+                if tokenizer.eos_token_id in ids:  # what a model writes after its end is no answer
+                    ids = ids[: ids.index(tokenizer.eos_token_id)]
+                text = tokenizer.decode(ids, skip_special_tokens=True)
                 written[index] = share_found(text, document.answers)
     if "written" in scores:
         cell.scores["written"] = written
