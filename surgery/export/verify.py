@@ -34,6 +34,8 @@ if wrong:
     sys.exit(f"tensors do not fit: {wrong}")
 for parameter in model.parameters():
     parameter.data = parameter.data.clone()  # aligned in memory, as in the process that compares
+if code and "surgery" in sys.modules:
+    sys.exit("its own code was to be run, and the package was imported")
 with torch.no_grad():
     logits = model.eval()(load_file(given)["ids"]).logits
 save_file({"logits": logits.float().contiguous()}, result)
