@@ -2,28 +2,38 @@
 
 ``import surgery`` must not import transformers, so the registration waits, where transformers is not loaded yet, for
 the one module of it that holds the table of configurations. Model classes follow with a configuration's first
-instance: see :mod:`surgery.models.registry`.
+instance: see :mod:`surgery.models.registry`. Finders and loaders are plain classes, since importlib.abc takes longer to
+import than all of this.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
 
 TABLE = "transformers.models.auto.configuration_auto"
-AUTOLOAD = "SURGERY_AUTOLOAD"  # 0 in the environment: see autoload
 
 
 def register() -> None:
     """Register the model types: now if transformers' table is loaded, otherwise as soon as it is."""
     table = sys.modules.get(TABLE)
-    if table is not None:
+    if table is not None and _loaded(table):
         _fill(table)
+    elif table is not None:
+        table.__class__ = _FillOnUse
     elif not any(isinstance(finder, _AfterTable) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterTable())
+
+
+def _loaded(table: ModuleType) -> bool:
+    # not hasattr: transformers' own modules look a missing name up in the whole package
+    return "AutoConfig" in vars(table) and not getattr(table.__spec__, "_initializing", False)
 
 
 def _fill(table: ModuleType) -> None:
@@ -33,7 +43,7 @@ def _fill(table: ModuleType) -> None:
         table.AutoConfig.register(configuration.model_type, configuration, exist_ok=True)
 
 
-class _AfterTable(importlib.abc.MetaPathFinder):
+class _AfterTable:
     """Finds the table's module as the other finders do, and fills the table once its code has run."""
 
     def find_spec(self, fullname, path=None, target=None):
@@ -46,11 +56,22 @@ class _AfterTable(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _ThenFill(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+class _FillOnUse(ModuleType):
+    """The class of a table whose code is running when surgery is imported: the table is filled when it is first used
+    afterwards. So it is where that code imports torch, and torch this package; see ``surgery_autoload.py``."""
+
+    def __getattribute__(self, name):
+        if not name.startswith("__") and _loaded(self):
+            self.__class__ = ModuleType
+            _fill(self)
+        return ModuleType.__getattribute__(self, name)  # no super(): it may be of this class no more
+
+
+class _ThenFill:
+    def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

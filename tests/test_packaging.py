@@ -144,13 +144,54 @@ def test_wheel_carries_kernels_recipes_and_bases(wheel_tree):
     expected = {
         path.replace("kernels/", "surgery/kernels/", 1) if path.startswith("kernels/") else path
         for path in tracked
-        if path.endswith(".py") and path.startswith(("kernels/", "surgery/"))
+        if path.endswith(".py") and path.startswith(("kernels/", "surgery/", "surgery_autoload"))
     }
     expected |= {f"surgery/{path}" for path in tracked if path.startswith("recipes/") and path.endswith(".yaml")}
     bases = (path for path in tracked if path.startswith("surgery/bundled/"))
     expected |= {path for path in bases if path.endswith((".json", ".safetensors", ".md"))}
     assert expected - installed == set()
     assert not any(name.startswith("kernels/") for name in installed)
+
+
+SMALL = "num_heads=4, head_dim=16, hidden_size=32, state_size=8, n_groups=1, num_hidden_layers=1, vocab_size=64"
+MADE = f"AutoModelForCausalLM.from_config(AutoConfig.for_model('surgery_mamba2', {SMALL}))"
+STARTS = {
+    "torch first": "import torch; from transformers import AutoConfig, AutoModelForCausalLM",
+    # torch is imported, and calls the entry point, in the middle of the table of configurations
+    "the table first": "from transformers import AutoConfig; AutoConfig.for_model('surgery_bamba'); "
+    "from transformers import AutoModelForCausalLM",
+    "a pipeline first": "from transformers import pipeline, AutoModelForCausalLM, AutoConfig",
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_installed_models_are_known_without_an_import(wheel_tree, tmp_path, start):
+    code = f"{STARTS[start]}; print(type({MADE}).__module__, __import__('sys').modules['surgery'].__file__)"
+    module, place = python(code, tmp_path, PYTHONPATH=str(wheel_tree)).split()
+    assert module == "surgery.models.mamba2" and place.startswith(str(wheel_tree))
+
+
+def test_autoload_is_cheap_and_can_be_turned_off(wheel_tree, tmp_path):
+    code = (
+        "import sys, time, torch, surgery_autoload\n"
+        "assert 'surgery' not in sys.modules, 'SURGERY_AUTOLOAD=0 was not heeded'\n"
+        "import os; del os.environ['SURGERY_AUTOLOAD']; took = []\n"
+        "for _ in range(20):\n"
+        "    start = time.perf_counter(); surgery_autoload.autoload(); took.append(time.perf_counter() - start)\n"
+        "    assert not {'transformers', 'surgery.models'} & set(sys.modules)\n"
+        "    del sys.modules['surgery'], sys.modules['surgery.registration'], sys.meta_path[0]\n"
+        "print(min(took) * 1000)"
+    )
+    assert float(python(code, tmp_path, PYTHONPATH=str(wheel_tree), SURGERY_AUTOLOAD="0")) < 1
+
+
+def test_autoload_never_stops_torch(tmp_path):
+    """A broken installation is a warning."""
+    (tmp_path / "surgery.py").write_text("raise SyntaxError('half a file')")
+    shutil.copy(ROOT / "surgery_autoload.py", tmp_path)
+    code = "import warnings, surgery_autoload\nwith warnings.catch_warnings(record=True) as said:\n"
+    code += "    warnings.simplefilter('always'); surgery_autoload.autoload()\nprint(said[0].message)"
+    assert "half a file" in python(code, tmp_path)
 
 
 def test_wheel_runs_away_from_the_tree(wheel_tree, tmp_path):

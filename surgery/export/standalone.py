@@ -34,11 +34,11 @@ HEADER = """\
 """
 FOOTER = """
 
-# `transformers serve` looks the class that a checkpoint names up in transformers itself
-import transformers  # noqa: E402
+from .{serving} import show  # noqa: E402
 
-transformers.{model} = {model}
+show({model})
 """
+SERVING = "surgery.models.serving"
 _FROM = re.compile(r"from\s+[.\w]+\s+import\b")
 
 
@@ -75,13 +75,13 @@ def code_of(model_type: str) -> dict[str, str]:
     """
     entry, _, model = classes_of(model_type)
     texts: dict[str, str] = {}
-    wanted = [entry]
+    wanted = [entry, SERVING]
     while wanted:
         name = wanted.pop()
         if name not in texts:
             texts[name], needed = _rewritten(name)
             wanted += needed
-    texts[entry] += FOOTER.format(model=model)
+    texts[entry] += FOOTER.format(serving=flat_name(SERVING), model=model)
     files = {f"{flat_name(name)}.py": text for name, text in sorted(texts.items())}
     if len(files) < len(texts):
         raise ValueError(f"{model_type}: two of its modules have one name in a checkpoint")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from surgery.errors import JobError, plain_reason
 from surgery.evaluation.finite import first_nonfinite
-from surgery.registration import AUTOLOAD
 
 TOKENS = 256
 
@@ -35,6 +34,8 @@ if wrong:
     sys.exit(f"tensors do not fit: {wrong}")
 for parameter in model.parameters():
     parameter.data = parameter.data.clone()  # aligned in memory, as in the process that compares
+if code and "surgery" in sys.modules:
+    sys.exit("its own code was to be run, and the package was imported")
 with torch.no_grad():
     logits = model.eval()(load_file(given)["ids"]).logits
 save_file({"logits": logits.float().contiguous()}, result)
@@ -79,7 +80,7 @@ def reload_logits(directory: Path, ids: Tensor, code: bool = False) -> Tensor:
         command = [sys.executable, "-c", RELOAD, str(directory), str(given), str(result), str(torch.get_num_threads())]
         command.append("code" if code else "")
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        environment |= {"HF_MODULES_CACHE": folder, AUTOLOAD: "0" if code else "1"}
+        environment |= {"HF_MODULES_CACHE": folder, "SURGERY_AUTOLOAD": "0" if code else "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -29,7 +29,7 @@ class TextOfMultimodal(OwnType):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if "text_config" in config_dict:
-            beside = {key: config_dict[key] for key in ("surgery", "architectures") if key in config_dict}
+            beside = {key: config_dict[key] for key in ("surgery", "architectures", "auto_map") if key in config_dict}
             dtype = config_dict.get("dtype") or config_dict.get("torch_dtype")
             apart = ("surgery", "model_type", *cls.from_tensors)
             whole = {key: value for key, value in config_dict.items() if key not in apart}

@@ -44,13 +44,13 @@ def hybrid_configuration(model_type: str) -> type[PreTrainedConfig]:
 
 
 def introduce(configuration: type[PreTrainedConfig], model: type) -> None:
-    """Let AutoModelForCausalLM know a model class, and ``transformers serve``, which looks the class that a checkpoint
-    names up in transformers itself."""
-    import transformers
+    """Let AutoModelForCausalLM know a model class, and ``transformers serve``; see :mod:`surgery.models.serving`."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+    from surgery.models.serving import show
+
     AutoModelForCausalLM.register(configuration, model, exist_ok=True)
-    setattr(transformers, model.__name__, model)
+    show(model)
 
 
 def stand_ins() -> list[type[PreTrainedConfig]]:

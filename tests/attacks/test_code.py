@@ -64,3 +64,20 @@ def test_code_of_a_model_is_not_run_and_said(edit, base, caplog):
     upgraded = adapter.surgery_config(config, {"layers": [0]})
     assert "auto_map" not in upgraded
     assert adapter.base_config(upgraded)["auto_map"] == config["auto_map"]  # a reverted model is the base again
+
+
+def test_code_of_an_export_is_not_run(edit, base, tmp_path):
+    """A directory that says it is an export, with code that an attacker wrote: read as any other checkpoint is."""
+    config = open_checkpoint(base).config
+    adapter = adapter_for(config)
+    code = {"AutoConfig": "surgery_models_mamba2.C", "AutoModelForCausalLM": "surgery_models_mamba2.M"}
+    edit(**adapter.surgery_config(config, {}), auto_map=code)
+    (base / "surgery_models_mamba2.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nraise SystemExit('run')")
+    assert type(load_model(base)).__module__ == "surgery.models.mamba2"
+    from transformers import AutoModelForCausalLM
+
+    # nor by transformers, trusted or not, where the package is imported
+    for trusted in (True, False, None):
+        model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=trusted)
+        assert type(model).__module__ == "surgery.models.mamba2"
+    assert not (tmp_path / "run").exists()

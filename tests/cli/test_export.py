@@ -32,6 +32,7 @@ def test_export_of_a_run(surgery, run, tmp_path):
     assert "warning: 1 of 1 swapped layers are at dose 0" in result.err
     assert (output / "surgery_recipe.yaml").read_bytes() == (run / "recipe.yaml").read_bytes()
     assert json.loads((output / "config.json").read_text())["model_type"] == "surgery_mamba2"
+    assert "auto_map" in json.loads((output / "config.json").read_text())
     again = surgery("export", run, "--output", output)
     refused(again, 2, "not empty", "nothing is overwritten")
     # what was exported can be inspected, measured and exported again
@@ -39,6 +40,26 @@ def test_export_of_a_run(surgery, run, tmp_path):
     table = surgery("export", output, "--output", tmp_path / "again", "--dtype", "bfloat16", "--shard-size", "5kB")
     assert table.code == 0, table.err
     assert "fresh process" in table.out and "from float32: KL" in table.out
+    # what comes of it again carries the code of its own export, or none where it is swapped back
+    assert (tmp_path / "again" / "surgery_models_mamba2.py").is_file()
+    assert surgery("revert", output, "--output", tmp_path / "reverted").code == 0
+    assert "auto_map" not in json.loads((tmp_path / "reverted" / "config.json").read_text())
+    assert not list((tmp_path / "reverted").glob("*.py"))
+
+
+def test_verify(surgery, run, tmp_path):
+    output = tmp_path / "out"
+    assert surgery("export", run, "--output", output, "--no-code").code == 0
+    assert not list(output.glob("*.py"))
+    good = surgery("verify", output)
+    assert good.code == 0, good.err
+    assert good.out.count("good") == 4 and "equal the fingerprint" in " ".join(good.out.split())
+    (output / "README.md").write_text("mine")
+    bad = surgery("verify", output, "--json", "-")
+    assert bad.code == 1 and "files: README.md holds 4 bytes" in bad.err and "Traceback" not in bad.err
+    assert [check["check"] for check in bad.json["checks"] if check["faults"]] == ["files"]
+    refused(surgery("verify", tmp_path / "none"), 2, "no such directory")
+    refused(surgery("verify", run), 2, "surgery_manifest.json", "surgery export")
 
 
 def test_refusals(surgery, bases, tmp_path):

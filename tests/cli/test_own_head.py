@@ -96,7 +96,7 @@ def test_every_command_reads_and_keeps_the_own_head(surgery, own, host, recipe_f
 
     from surgery.export import verify
 
-    def reload(exported, ids):
+    def reload(exported, ids, code):
         return verify.model_logits(AutoModelForCausalLM.from_pretrained(exported), ids)
 
     monkeypatch.setattr(verify, "reload_logits", reload)  # in this process: a fresh one takes seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -189,3 +190,56 @@ def test_package_and_code_in_one_process(make_run, quick, tmp_path, order):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["both"]
+
+
+# both in one process, the second once more from where transformers saved it, and the first after the second
+BOTH = (
+    BARE
+    + """
+other = measure(sys.argv[3], sys.argv[4], trust_remote_code=True)
+other.save_pretrained(sys.argv[5])
+AutoTokenizer.from_pretrained(sys.argv[3]).save_pretrained(sys.argv[5])
+again = measure(sys.argv[5], sys.argv[6], trust_remote_code=True)
+assert type(again) is not type(other) and type(again).__name__ == type(other).__name__
+measure(sys.argv[1], sys.argv[7], trust_remote_code=True)
+"""
+)
+KERNELS = """
+import os, torch
+os.environ["TRITON_INTERPRET"] = "1"
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+ids = torch.arange(3, 40)[None]
+with torch.no_grad():
+    torch_form = model(ids).logits
+    assert not any(name.endswith("_palimpsa_triton") for name in sys.modules)
+    os.environ["SURGERY_KERNELS"] = "triton"
+    torch.testing.assert_close(model(ids).logits, torch_form, rtol=1e-3, atol=1e-3)
+(module,) = [module for name, module in sys.modules.items() if name.endswith("_palimpsa_triton")]
+assert module.__file__.startswith(os.environ["HF_HOME"])
+"""
+
+
+@pytest.mark.slow
+def test_both_pairs_in_one_bare_process(make_run, bare, tmp_path):
+    outputs = {}
+    for family, rule in (("gated_deltanet", "bayesian"), ("mamba2", "palimpsa")):
+        outputs[family] = tmp_path / family
+        export(str(make_run(family, rule, name=f"run-{family}")), outputs[family])
+    results = [tmp_path / f"{name}.safetensors" for name in ("gdn", "mamba2", "again", "gdn-again")]
+    gdn, mamba2, again, gdn_again = results
+    bare(BOTH, outputs["gated_deltanet"], gdn, outputs["mamba2"], mamba2, tmp_path / "saved", again, gdn_again)
+    same(here(outputs["gated_deltanet"], tmp_path / "here-gdn.safetensors"), load_file(gdn))
+    same(here(outputs["mamba2"], tmp_path / "here-mamba2.safetensors"), load_file(mamba2))
+    same(load_file(mamba2), load_file(again))
+    same(load_file(gdn), load_file(gdn_again))
+    saved = {path.name: path.read_text() for path in (tmp_path / "saved").glob("*.py")}
+    assert saved == standalone.code_of("surgery_mamba2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_kernels_run_from_the_copy(make_run, bare, tmp_path):
+    """In Triton's interpreter; it reads each kernel's source from its file, as its compiler does."""
+    export(str(make_run("mamba2", "palimpsa")), tmp_path / "out")
+    bare(KERNELS, tmp_path / "out", more=("triton",))

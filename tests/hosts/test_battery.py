@@ -227,11 +227,11 @@ def test_a_swapped_model_keeps_the_contract(case, recipe, tmp_path, text):
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_export_reloads_and_generates(case, recipe, tmp_path, text, monkeypatch, fresh):
-    """In a process of its own in the slow form; here in the quick one."""
+    """In a process of its own in the slow form, which runs the code beside the weights; here in the quick one."""
     from surgery.export import verify
     from surgery.export.run import export
 
-    def reload_here(directory, ids):
+    def reload_here(directory, ids, code):
         return verify.model_logits(AutoModelForCausalLM.from_pretrained(directory), ids)
 
     if not fresh:

@@ -105,7 +105,7 @@ def test_distilled_resumed_and_exported(one, base, recipe, tmp_path, monkeypatch
     with torch.no_grad():
         assert apart(model(ids).logits, applied(ids).logits) > 1e-3
 
-    def reload_here(directory, given):
+    def reload_here(directory, given, code):
         return verify.model_logits(AutoModelForCausalLM.from_pretrained(directory), given)
 
     monkeypatch.setattr(verify, "reload_logits", reload_here)

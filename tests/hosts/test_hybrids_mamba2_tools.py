@@ -87,7 +87,9 @@ def test_exports_reload_without_the_tools_and_generate_the_same(tmp_path, monkey
 
     # the export's own check would start a process each; all are reloaded in one below
     monkeypatch.setattr(
-        verify, "reload_logits", lambda path, ids: verify.model_logits(AutoModelForCausalLM.from_pretrained(path), ids)
+        verify,
+        "reload_logits",
+        lambda path, ids, code: verify.model_logits(AutoModelForCausalLM.from_pretrained(path), ids),
     )
     text = torch.randint(3, 256, (1, 12))
     expected = {}
