@@ -99,6 +99,18 @@ def test_offloaded_weights_give_the_same_bits(build, text, tmp_path):
     same(read(model, text), expected)
 
 
+@pytest.mark.slow
+def test_offloaded_weights_of_a_compiled_model(build, text):
+    """torch.compile breaks its graphs where accelerate's hooks move weights; what it makes agrees to rounding."""
+    with torch.no_grad():
+        expected = build()(text).logits
+        torch.compiler.reset()
+        model = accelerate.cpu_offload(build(), CPU)
+        found = torch.compile(model, backend="eager")(text).logits
+    assert all(parameter.is_meta for parameter in model.parameters())
+    near([found], [expected])
+
+
 class Called(nn.Module):
     """A module of which there is nothing to read."""
 
