@@ -59,6 +59,26 @@ def test_overall_is_the_mean_of_the_cells_kept():
     )
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_the_mean_of_cells_covers(same):
+    """Four seeds that vary, three cells of different difficulty with 20 documents each; 600 trials."""
+    covered = 0
+    for _ in range(600):
+        seeds = 0.04 * torch.randn(4, 1, dtype=torch.float64)
+        reports = []
+        documents = 0.3 * torch.randn(4, 3, 20, dtype=torch.float64)
+        noise = 0.1 * torch.randn(4, 3, 20, dtype=torch.float64)
+        for seed in range(4):
+            values = 0.5 + seeds[seed] + documents[0 if same else seed] + noise[seed]
+            made = report([0.0] * 20, digest="d" if same else str(seed), lengths=(1, 2, 3))
+            for cell, row, level in zip(made["model"]["tasks"]["cells"], values, (-0.3, 0.0, 0.3), strict=True):
+                cell["scores"]["forced"]["values"] = (row + level).tolist()
+            reports.append(made)
+        found = combine_seeds(reports)["overall"]["model"]["forced"]
+        covered += found["low"] <= 0.5 <= found["high"]
+    assert covered / 600 > 0.95 - 0.02 - 3 * (0.95 * 0.05 / 600) ** 0.5
+
+
 def test_a_control_that_one_report_lacks_or_that_read_other_documents_is_left_out():
     rows = torch.rand(2, 4).tolist()
     found = combine_seeds([report(rows[0], control=rows[1]), report(rows[1])])
