@@ -25,7 +25,7 @@ def recipes(context: typer.Context) -> None:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("recipe", "model", "layers", "memory", "phases"):
-        table.add_column(title, overflow="fold", no_wrap=title == "recipe")
+        table.add_column(title, overflow="fold", no_wrap=title in ("recipe", "layers"))
     for name in shipped():
         recipe = load_recipe(name)
         budgets = [(phase.kind, format_count(phase.tokens or phase.total_tokens)) for phase in recipe.phases]

@@ -156,7 +156,7 @@ def test_the_commit_is_recorded(base, hub, recipe, tmp_path):
     class Unchecked:
         text, tokens, cast = "text", 1, False
 
-    card = model_card(open_source(str(tmp_path / "run")), "name", "float32", Unchecked(), None, None)
+    card = model_card(open_source(str(tmp_path / "run")), "name", "float32", Unchecked(), None, None, None)
     assert f"(commit {COMMIT})" in card and f"base_model: {NAME}" in card
 
 

@@ -10,9 +10,8 @@ from hosts_battery import write_recipe
 from surgery.adaptation import saving
 from surgery.adaptation.phases import choose, dose_schedule
 from surgery.adaptation.teaching import body_of
-from surgery.checkpoint.reading import open_checkpoint
 from surgery.errors import UserError
-from surgery.hosts import adapter_for, load_model
+from surgery.hosts import adapter_for, load_model, open_model
 from surgery.operation import apply
 from surgery.preflight import Job, preflight
 from surgery.recipe import load_recipe
@@ -49,7 +48,7 @@ def compare(case, base, folder):
     with pytest.raises(UserError) as told:
         preflight(recipe, Job(drift=False, evaluates=False))
     apply(recipe, folder / "out", drift="skip")
-    source = open_checkpoint(folder / "out")
+    source = open_model(folder / "out")
     model = load_model(source.directory)
     body = body_of(model, source.config, list(case.swapped))
     stored = functools.partial(adapter_for(source.config).disk_tensors, source.config, model)
