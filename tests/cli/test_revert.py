@@ -156,7 +156,7 @@ def test_more_layers_of_the_same_rule(bases, swap, surgery, tmp_path, write_reci
     assert refused.code == 2 and "layer 1 was swapped before" in refused.err and "surgery revert" in refused.err
 
 
-@pytest.mark.parametrize("drift", ["full", "layerwise"])
+@pytest.mark.parametrize("drift", ["full", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_another_rule_beside_the_first(bases, swap, surgery, tmp_path, write_recipe, drift):
     base = bases["mamba2"]
     first = swap(base, [1], "bayesian", name="first")

@@ -47,7 +47,9 @@ def test_forward_and_backward(relative, tokens, width, packed, biased):
 
 
 @device_test
-@pytest.mark.parametrize(("groups", "key_dim", "values"), [(1, 256, 300), (3, 32, 40), (4, 64, 256)])
+@pytest.mark.parametrize(
+    ("groups", "key_dim", "values"), [(1, 256, 300), pytest.param(3, 32, 40, marks=pytest.mark.slow), (4, 64, 256)]
+)
 def test_normalised_heads(relative, groups, key_dim, values):
     """Queries, keys and values apart, heads of one and of several in a block of channels."""
     from surgery.kernels.triton_convolution import Heads, backward, forward
