@@ -27,7 +27,9 @@ def check(kernels: list[dict]) -> None:
     assert not [kernel for kernel in kernels if kernel["shared"] > kernel["limit"]]
 
 
-@pytest.mark.parametrize(("capability", "problems"), [(90, ()), pytest.param(89, ("float32", "gdn"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("capability", "problems"), [(90, ()), pytest.param(89, ("float32", "gdn"), marks=pytest.mark.slow)]
+)
 def test_kernels_compile_and_fit(tmp_path, capability, problems):
     kernels = compiled(capability, *problems, cache=tmp_path)
     assert len({kernel["kernel"] for kernel in kernels}) > 12
