@@ -15,6 +15,7 @@ from surgery.evaluation.intervals import wilson
 from surgery.evaluation.tasks import TASKS, chosen_tasks
 from surgery.evaluation.tasks.base import Texts
 from surgery.evaluation.tasks.measuring import TaskPlan, build_cells, compare_tasks, measure_tasks
+from surgery.evaluation.tasks.needles import Single2
 
 
 class Layer:
@@ -87,6 +88,20 @@ def test_who_knows_every_answer_has_all_right(name, text, tokenizer):
     nobody = Oracle(300, [])
     (cell,) = measure_tasks(nobody, tokenizer, asked, text)["cells"]
     assert cell["scores"]["written"]["mean"] == 0 and cell["scores"].get("forced", {"mean": 0})["mean"] == 0
+
+
+class Passwords(Single2):
+    """Two words to find, a task from outside the package."""
+
+    name, about, kind = "passwords", "two words in text", "words"
+
+
+def test_a_task_from_outside_is_one_class_and_one_line(text, tokenizer, monkeypatch):
+    monkeypatch.setitem(TASKS, Passwords.name, Passwords())
+    asked = plan("passwords", [1000], 2)
+    oracle = Oracle(300, known(text, tokenizer, asked, lambda document: document.answers))
+    (cell,) = measure_tasks(oracle, tokenizer, asked, text)["cells"]
+    assert cell["task"] == "passwords" and cell["scores"]["written"]["mean"] == 1.0
 
 
 def test_part_of_an_answer_counts_in_part(text, tokenizer):
