@@ -228,7 +228,8 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
     upgraded = any(figure.rule != "host" for figure in found.figures)
     probed = {one.layer: one for one in found.probe.layers} if found.probe else {}
     titles = ["layer", "mean", "log-mean", "median", "p10", "p90"]
-    titles += ["heads"] * (not probed)  # both do not fit into 80 columns
+    with_heads = not probed and not extra  # more does not fit into 80 columns
+    titles += ["heads"] * with_heads
     titles += ["capped"] * capped + ["memory"] * upgraded + [DIAGNOSTICS.get(name, name) for name in extra]
     titles += ["KL", "slope"] if probed else []
     for title in titles:
@@ -236,7 +237,7 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
         table.add_column(Text(title, style="underline") if marked else title, justify="right", no_wrap=True)
     for figure in ranked(found.figures, metric):
         values = (figure.mean, figure.log_mean, figure.median, figure.p10, figure.p90)
-        heads = [f"{min(figure.heads):,.0f}-{max(figure.heads):,.0f}"] * (not probed)
+        heads = [f"{min(figure.heads):,.0f}-{max(figure.heads):,.0f}"] * with_heads
         described = [_middle((figure.diagnostics or {}).get(name)) for name in extra]
         mark = figure.layer in chosen
         share = [f"{figure.capped:.1%}"] * capped
@@ -250,7 +251,7 @@ def _print(out: Any, found: Inspection, metric: str, result: dict[str, Any]) -> 
     out.print(f"● the {len(chosen)} of highest {metric}: {', '.join(map(str, result['chosen']))}", highlight=False)
     for line in _agreement(found, metric, result):
         out.print(line, style="dim", highlight=False)
-    notes = ["heads: least and most of a head's mean"] * (not probed)
+    notes = ["heads: least and most of a head's mean"] * with_heads
     notes += [f"{DIAGNOSTICS.get(n, n)}: {EXPLAINED.get(n, n)}, median of heads" for n in extra]
     if notes:
         out.print("; ".join(notes), style="dim", highlight=False)
